@@ -1,0 +1,98 @@
+"""What the learner promises about a published adapter. Written last: an adapter without a manifest does not exist."""
+
+import hashlib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_jax.adapters.names import parse_policy
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import canonical_json
+
+FILES = (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS)
+
+
+class FileEntry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Canary(BaseModel):
+    """A short prompt and the raw log-probability of each of its tokens after the first, at temperature 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tokens: list[int] = Field(min_length=2, max_length=32)
+    logprobs: list[float]
+
+
+class Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str
+    version: int | None  # None: the probe
+    step: int
+    rank: int
+    alpha: float
+    scale: float
+    targets: list[str]
+    base_digest: str
+    norm: float  # of the effective update of all modules, Frobenius: sqrt(sum |scale * A B|^2)
+    digest: str
+    files: dict[str, FileEntry]
+    canary: Canary
+
+
+class AdapterError(Exception):
+    """An adapter in the bucket or on disk is not what its manifest says. The message names the file."""
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    return canonical_json(manifest.model_dump(mode="json"))
+
+
+def read_manifest(run: Bucket, name: str) -> Manifest:
+    """The checked manifest of `name`; AdapterError if it is not there or not sound."""
+    parse_policy(name)
+    key = layout.adapter(name, layout.MANIFEST)
+    data = run.read_or_none(key)
+    if data is None:
+        raise AdapterError(f"{key} does not exist in {run.url}")
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise AdapterError(f"{key} is not a manifest: {error.errors()[0]['msg']}") from None
+    if manifest.name != name or set(manifest.files) != set(FILES):
+        raise AdapterError(f"{key} describes another adapter: name {manifest.name!r}, files {sorted(manifest.files)}")
+    if len(manifest.canary.logprobs) != len(manifest.canary.tokens) - 1:
+        raise AdapterError(f"{key}: the canary has {len(manifest.canary.logprobs)} log-probabilities")
+    return manifest
+
+
+def file_entry(data: bytes) -> FileEntry:
+    return FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def download_adapter(run: Bucket, manifest: Manifest, folder: Path) -> Path:
+    """Copies an adapter into `folder/<name>` once its files match the manifest and its name matches their digest.
+
+    Returns:
+      The directory, in PEFT's layout. AdapterError names the file that does not match; nothing is left behind then.
+    """
+    contents = {}
+    for file in FILES:
+        key = layout.adapter(manifest.name, file)
+        data = run.read_or_none(key)
+        if data is None:
+            raise AdapterError(f"{key} is missing although its manifest exists")
+        if file_entry(data) != manifest.files[file]:
+            raise AdapterError(f"{key} does not match its manifest: {len(data)} bytes, sha256 differs or size differs")
+        contents[file] = data
+    digest = hashlib.sha256(contents[layout.ADAPTER_CONFIG] + contents[layout.ADAPTER_WEIGHTS]).hexdigest()
+    if digest != manifest.digest or not digest.startswith(parse_policy(manifest.name).hex):
+        raise AdapterError(f"the content of {manifest.name} does not have the digest in its name")
+    target = folder / manifest.name
+    target.mkdir(parents=True, exist_ok=True)
+    for file, data in contents.items():
+        (target / file).write_bytes(data)
+    return target

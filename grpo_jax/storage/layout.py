@@ -1,0 +1,45 @@
+"""Where everything lies. Run keys are relative to `<bucket>/<run>/`, fleet keys to `<bucket>/` (DESIGN §3)."""
+
+RUN = "run.json"
+POLICY = "policy.json"
+LEARNER_STATE = "learner/state.json"
+ADAPTERS = "adapters"
+ROLLOUTS = "rollouts"
+WORKERS = "workers"
+BATCHES = "batches"
+CHECKPOINTS = "checkpoints"
+INCARNATIONS = "incarnations"
+EVALUATIONS = "evaluations"
+METRICS = "learner"
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+MANIFEST = "manifest.json"
+
+
+def adapter(name: str, file: str) -> str:
+    return f"{ADAPTERS}/{name}/{file}"
+
+
+def rollout(worker: str, group: str) -> str:
+    return f"{ROLLOUTS}/{worker}/{group}.safetensors"
+
+
+def worker_state(worker: str) -> str:
+    return f"{WORKERS}/{worker}.json"
+
+
+def batch(step: int) -> str:
+    return f"{BATCHES}/{step:06d}.json"
+
+
+def evaluation(policy: str, split: str) -> str:
+    return f"{EVALUATIONS}/{policy}.{split}.json"
+
+
+def replicas(fleet: str) -> str:
+    return f"fleets/{fleet}/replicas"
+
+
+def replica(fleet: str, replica_id: str) -> str:
+    return f"{replicas(fleet)}/{replica_id}.json"

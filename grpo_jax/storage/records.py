@@ -1,0 +1,85 @@
+"""Mutable records: JSON objects with one writer, a fence and a checksum.
+
+A record carries `incarnation` (which life of its writer wrote it), `seq` (the count of writes in that life) and
+`checksum` (sha256 of the rest). A reader keeps the old value when the checksum is wrong or (incarnation, seq) goes
+backwards, so a torn write, a stale cache or a writer that was replaced can never move it back (DESIGN §3).
+"""
+
+import hashlib
+import json
+import threading
+import time
+from typing import Any
+
+from grpo_jax.storage.bucket import Bucket
+
+Record = dict[str, Any]
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys and no spare bytes; NaN is refused rather than written as something else."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+
+
+def seal(body: Record, incarnation: int, seq: int) -> bytes:
+    record = {**body, "incarnation": incarnation, "seq": seq}
+    record["checksum"] = hashlib.sha256(canonical_json(record)).hexdigest()
+    return canonical_json(record)
+
+
+def unseal(data: bytes) -> Record | None:
+    """The record, or None if it is no JSON object or its checksum does not match."""
+    try:
+        record = json.loads(data)
+        checksum = record.pop("checksum")
+        int(record["incarnation"]), int(record["seq"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return record if hashlib.sha256(canonical_json(record)).hexdigest() == checksum else None
+
+
+class RecordWriter:
+    """The single writer of one record. `write` replaces it at most once every `min_interval_s`, unless forced."""
+
+    def __init__(self, bucket: Bucket, key: str, incarnation: int, min_interval_s: float = 1.0):
+        self._bucket, self._key, self._incarnation = bucket, key, incarnation
+        self._min_interval_s, self._seq, self._last = min_interval_s, 0, float("-inf")
+        self._lock = threading.Lock()
+
+    def write(self, body: Record, force: bool = True) -> bool:
+        """Writes `body`. With `force=False` a write within the interval is left out; returns whether it was written."""
+        with self._lock:
+            now = time.monotonic()
+            if not force and now - self._last < self._min_interval_s:
+                return False
+            self._seq += 1
+            self._bucket.replace(self._key, seal(body, self._incarnation, self._seq))
+            self._last = now
+            return True
+
+
+class RecordReader:
+    """Reads one record again and again; `read` returns the newest sound value seen so far, or None before the first.
+
+    `changed_at` is this reader's own monotonic time of the last change: the only clock by which a writer is silent.
+    """
+
+    def __init__(self, bucket: Bucket, key: str):
+        self._bucket, self._key = bucket, key
+        self._value: Record | None = None
+        self.changed_at = time.monotonic()
+
+    def read(self) -> Record | None:
+        data = self._bucket.read_or_none(self._key)
+        record = unseal(data) if data is not None else None
+        if record is not None and (self._value is None or _stamp(record) > _stamp(self._value)):
+            self._value, self.changed_at = record, time.monotonic()
+        return self._value
+
+    def silent_s(self) -> float:
+        """Seconds since the record last changed, on this reader's clock."""
+        return time.monotonic() - self.changed_at
+
+
+def _stamp(record: Record) -> tuple[int, int]:
+    return record["incarnation"], record["seq"]
