@@ -111,4 +111,4 @@ def _sentence(error: ValidationError) -> str:
     return f"{where}: {message}{more}" if where else f"{message}{more}"
 
 
-_BRANCHES = frozenset({"bool", "literal"})
+_BRANCHES = frozenset({"literal"})

@@ -108,8 +108,8 @@ class Sampling(Section):
         allowed = _NEUTRAL[str(info.field_name)]
         if value not in allowed:
             raise ValueError(
-                f"must be {allowed[0]:g}: the sampler's log-probabilities are normalised over the tokens that survive it, "
-                "the learner's are not"
+                f"must be {allowed[0]:g}: the sampler's log-probabilities are normalised over the tokens that "
+                "survive it, the learner's are not"
             )
         return value
 
@@ -119,6 +119,7 @@ class Algorithm(Section):
 
     advantages: Literal["dr_grpo", "grpo"] = Field("dr_grpo", description="R - mean, or (R - mean) / (std + eps)")
     advantage_eps: float = Field(1e-4, ge=0)
+    advantage_ddof: Literal[0, 1] = Field(1, description="of the standard deviation")
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float = Field(3.0, gt=1, description="cap of the loss for negative advantages, times |A|")
@@ -144,7 +145,7 @@ class Batch(Section):
     group_size: int = Field(8, ge=2, description="samples of a prompt (G)")
     row_tokens: int = Field(256, ge=8, description="tokens of a packed row")
     rows_per_micro_batch: int = Field(4, ge=1)
-    share_prompt: Literal["auto"] | bool = Field("auto", description="one copy of a prompt per group in a row")
+    share_prompt: bool = Field(True, description="one copy of a prompt per group in a row: a group is forwarded once")
 
 
 class Rollouts(Section):
@@ -183,11 +184,19 @@ class Fleet(Section):
 class Evaluation(Section):
     samples: int = Field(0, ge=0, description="per held-out prompt, at the start (base) and at the end; 0: none")
     split: str = "eval"
+    timeout_s: float = Field(900.0, gt=0, description="how long the learner waits for the last evaluation")
 
 
 class Checkpoints(Section):
     every: int = Field(5, ge=1, description="steps")
     keep: int = Field(2, ge=1)
+
+
+class Local(Section):
+    """How `run` places the roles on this machine (Linux: taskset)."""
+
+    learner_cpus: tuple[int, ...] = Field((), description="cores of the learner; empty: all")
+    generator_cpus: tuple[tuple[int, ...], ...] = Field((), description="cores of each generator; missing: all")
 
 
 class Config(Section):
@@ -213,6 +222,7 @@ class Config(Section):
     fleet: Fleet = Fleet()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
+    local: Local = Local()
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

@@ -181,7 +181,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str, origin: str) -> 
         "quantization_config": (config.get("quantization_config"), "quantised weights are not supported"),
         "mlp_bias": (config.get("mlp_bias"), "biases in the MLP are not supported"),
         "use_sliding_window": (config.get("use_sliding_window"), "sliding-window attention is not supported"),
-        # Qwen configs carry a window that `use_sliding_window: false` turns off; for the others its presence is its use.
+        # Qwen configs carry a window even where `use_sliding_window: false` turns it off; elsewhere it is in use.
         "sliding_window": (
             None if family.startswith("qwen") else config.get("sliding_window"),
             "sliding-window attention is not supported",

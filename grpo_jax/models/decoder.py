@@ -5,15 +5,16 @@ Two collections: "params" is the frozen base, "lora" what is trained. Used only 
 without the collection "lora" the same call computes the base.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpo_jax.models.attention import apply_rope, attend, attention_mask, rope_tables
-from grpo_jax.models.config import LoraConfig, ModelConfig, projection_shapes
+from grpo_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig, projection_shapes
 from grpo_jax.models.layout import param_leaves
 from grpo_jax.models.lora import LoraDense
 
@@ -104,20 +105,19 @@ class Decoder(nn.Module):
         """hidden_BxTxD after the final norm, in the compute dtype; the state at t predicts the token after t.
 
         Args:
-            tokens_BxT: int32. An id outside the vocabulary yields NaN.
+            tokens_BxT: int32. An id of the vocabulary's size or more yields NaN.
             positions_BxT: int32, rotary positions, whatever the place in the row.
             prompt_ids_BxT: int32, see `attention_mask`.
             branch_ids_BxT: int32, see `attention_mask`.
 
         Raises:
-            ValueError: a "lora" collection is passed to a decoder that has no LoRA config and would ignore it.
-            flax.errors.ScopeVariableNotFoundError: "lora" is passed, but lacks a targeted module.
+            ValueError: "lora" is passed, but its modules are not the targets.
         """
-        # Decided here for all layers: adapted wholly or not at all, never base where a matrix happens to be missing.
-        adapted = "lora" in self.variables or self.is_initializing()
-        if self.lora is None and "lora" in self.variables:
-            raise ValueError('the collection "lora" is passed to a decoder built without a LoraConfig')
         config = self.config
+        adapted = self.is_initializing()
+        if "lora" in self.variables:
+            _check_modules(self.variables["lora"], self.lora)
+            adapted = True
         x_BxTxD = nn.Embed(config.vocab_size, config.hidden_size, self.dtype, self.dtype, name="embed")(tokens_BxT)
         layers = nn.scan(
             # Inside a scan no common subexpression can undo the recomputation, and the guard against it costs time.
@@ -130,6 +130,14 @@ class Decoder(nn.Module):
         rope = rope_tables(positions_BxT, config.head_dim, config.rope_theta, self.dtype)
         x_BxTxD, _ = layers(x_BxTxD, rope, attention_mask(prompt_ids_BxT, branch_ids_BxT))
         return RMSNorm(config.norm_eps, self.dtype, name="final_norm")(x_BxTxD)
+
+
+def _check_modules(adapter: Mapping[str, Any], lora: LoraConfig | None) -> None:
+    """Adapted wholly or not at all: a module that is missing would compute the base, one too many would be ignored."""
+    given = {".".join(path[1:-1]) for path in flatten_dict(adapter)}
+    expected = {module for module in PROJECTIONS if lora and lora.adapts(module)}
+    if given != expected:
+        raise ValueError(f'"lora" holds {sorted(given)}, but the decoder adapts {sorted(expected)}')
 
 
 def init_params(key: Array, config: ModelConfig, dtype: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def token_logprobs(
     Args:
         params: the base; its head, or its embedding if tied.
         hidden_NxD: after the final norm.
-        targets_N: int32. An id outside the vocabulary yields NaN.
+        targets_N: int32. An id of the vocabulary's size or more yields NaN.
         temperature: what logits are divided by, above 0.
         chunk: positions at a time; the last chunk is padded.
 

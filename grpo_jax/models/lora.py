@@ -42,11 +42,10 @@ class LoraDense(nn.Module):
             return y_xF
         rank = self.lora.rank
         a_DxR = self.variable("lora", "a", lambda: _kaiming_uniform(self.make_rng("lora"), (size, rank))).value
-        b_RxF = self.variable("lora", "b", lambda: jnp.zeros((rank, self.features))).value
-        if a_DxR.shape != (size, rank) or b_RxF.shape != (rank, self.features):
-            raise ValueError(
-                f"lora of {self.name} is {a_DxR.shape} and {b_RxF.shape}, not {(size, rank)} and {(rank, self.features)}"
-            )
+        b_RxF = self.variable("lora", "b", lambda: jnp.zeros((rank, self.features), jnp.float32)).value
+        given, expected = (a_DxR.shape, b_RxF.shape), ((size, rank), (rank, self.features))
+        if given != expected:
+            raise ValueError(f"A and B of {self.name} have the shapes {given}, not {expected}")
         return y_xF + (x_xD @ a_DxR.astype(self.dtype)) @ b_RxF.astype(self.dtype) * self.lora.scale
 
 
@@ -56,7 +55,7 @@ def init_lora(key: Array, config: ModelConfig, lora: LoraConfig) -> dict[str, An
     Each module has a key of its own, so adding a target leaves the others' A unchanged.
 
     Returns:
-        The "lora" collection of the decoder: float32, {"layers": {"self_attn": {"q_proj": {"a": LxDxR, "b": LxRxF}}, …}}.
+        The decoder's collection "lora", {"layers": {"self_attn": {"q_proj": {"a": LxDxR, "b": LxRxF}, …}, …}}, float32.
     """
     shapes = projection_shapes(config)
     flat = {}

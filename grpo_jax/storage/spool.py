@@ -1,6 +1,7 @@
 """The spool: whole groups as immutable objects under `rollouts/`. Consumption is a ledger elsewhere, never deletion."""
 
 import logging
+from collections.abc import Collection
 
 from grpo_jax.rollouts.sample import Group, GroupError
 from grpo_jax.storage import layout
@@ -20,8 +21,9 @@ class SpoolWriter:
 class SpoolReader:
     """Hands on each sound group once; unsound files are counted, logged and left where they are."""
 
-    def __init__(self, run: Bucket):
-        self._run = run
+    def __init__(self, run: Bucket, skip: Collection[str] = ()):
+        """`skip`: ids of groups that need not be read again."""
+        self._run, self._skip = run, frozenset(skip)
         self._seen: set[str] = set()
         self.rejected: dict[str, str] = {}
 
@@ -29,7 +31,7 @@ class SpoolReader:
         """The groups that have appeared since the last call, in the order of their keys."""
         groups = []
         for key in self._run.list(layout.ROLLOUTS):
-            if key in self._seen or not key.endswith(".safetensors"):
+            if key in self._seen or not key.endswith(".safetensors") or _id(key) in self._skip:
                 continue
             data = self._run.read_or_none(key)
             if data is None:  # listed before it can be read: it is looked at again
@@ -45,4 +47,8 @@ class SpoolReader:
 
 def group_ids(run: Bucket) -> list[str]:
     """The ids of all groups in the spool, from their keys alone."""
-    return [key.rsplit("/", 1)[-1].removesuffix(".safetensors") for key in run.list(layout.ROLLOUTS)]
+    return [_id(key) for key in run.list(layout.ROLLOUTS)]
+
+
+def _id(key: str) -> str:
+    return key.rsplit("/", 1)[-1].removesuffix(".safetensors")

@@ -1,0 +1,95 @@
+"""Checkpoints: Orbax for the arrays, a manifest as the commit mark, on every kind of bucket.
+
+Orbax writes to local disk; the files then go to the bucket as immutable objects and `manifest.json` (sizes and sha256) last. A
+checkpoint without a manifest, or with a file that does not match it, does not exist. So nothing depends on what the
+store knows of renames, and a process killed in mid-save leaves nothing that could be taken for a checkpoint.
+"""
+
+import hashlib
+import json
+import logging
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from grpo_jax.learner.step import LearnerState
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import canonical_json
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves in the background, one at a time; keeps the newest `keep`."""
+
+    def __init__(self, run: Bucket, keep: int):
+        self._run, self._keep = run, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, state: LearnerState, meta: dict[str, Any]) -> None:
+        """Copies `state` to the host now and writes it in the background. A failure of the previous save is raised."""
+        self.wait()
+        host = jax.device_get(state)
+        self._pending = self._thread.submit(self._save, step, host, {**meta, "step": step})
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, oldest first."""
+        keys = self._run.list(layout.CHECKPOINTS)
+        return sorted(int(key.split("/")[1]) for key in keys if key.endswith(f"/{layout.MANIFEST}"))
+
+    def restore_newest(self, target: LearnerState) -> tuple[LearnerState, dict[str, Any]] | None:
+        """(state, meta) of the newest sound checkpoint, or None. Unsound ones are logged and passed over."""
+        for step in reversed(self.steps()):
+            with tempfile.TemporaryDirectory(prefix="grpo_jax-restore-") as folder:
+                try:
+                    meta = self._download(step, Path(folder))
+                except (ValueError, KeyError, OSError) as error:
+                    log.warning("checkpoint %d is passed over: %s", step, error)
+                    continue
+                with ocp.StandardCheckpointer() as checkpointer:
+                    # Always with a target: without one Orbax guesses types.
+                    state = checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: target))
+                return state, meta
+        return None
+
+    def _save(self, step: int, state: LearnerState, meta: dict[str, Any]) -> None:
+        prefix = f"{layout.CHECKPOINTS}/{step:06d}"
+        with tempfile.TemporaryDirectory(prefix="grpo_jax-save-") as name:
+            folder = Path(name)
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(folder / "state", state)
+            files = {}
+            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+                relative, data = path.relative_to(folder).as_posix(), path.read_bytes()
+                self._run.put(f"{prefix}/{relative}", data)
+                files[relative] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self._run.put(f"{prefix}/{layout.MANIFEST}", canonical_json({"files": files, "meta": meta}))
+        for old in self.steps()[: -self._keep]:
+            # The mark goes first, so that a deletion that stops half-way leaves no checkpoint that looks whole.
+            self._run.delete(f"{layout.CHECKPOINTS}/{old:06d}/{layout.MANIFEST}")
+            self._run.delete_folder(f"{layout.CHECKPOINTS}/{old:06d}")
+
+    def _download(self, step: int, folder: Path) -> dict[str, Any]:
+        prefix = f"{layout.CHECKPOINTS}/{step:06d}"
+        manifest = json.loads(self._run.read(f"{prefix}/{layout.MANIFEST}"))
+        for relative, entry in manifest["files"].items():
+            data = self._run.read(f"{prefix}/{relative}")
+            if len(data) != entry["size"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                raise ValueError(f"{prefix}/{relative} does not match the manifest")
+            target = folder / relative
+            if not target.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"{prefix}/{layout.MANIFEST} names a file outside the checkpoint")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        return manifest["meta"]

@@ -1,0 +1,67 @@
+"""The ledger: which groups a batch may take, which will never be trained, and why. Pure bookkeeping, no I/O."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from grpo_jax.learner.batch import trainable
+from grpo_jax.rollouts.sample import Group
+
+
+@dataclass
+class Ledger:
+    """Groups on offer, trained and dropped.
+
+    A group is consumed oldest start first. It is dropped, whole, when it is `stale` (more than `max_staleness` versions
+    old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a lineage that
+    a resume gave up) or `invalid` (fewer than two samples to train on).
+    """
+
+    max_staleness: int
+    trained: set[str] = field(default_factory=set)
+    drops: dict[str, str] = field(default_factory=dict)
+    _offered: dict[str, Group] = field(default_factory=dict)
+
+    def offer(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            key = str(group.id)
+            if key in self.trained or key in self.drops:
+                continue
+            if trainable(group).sum() < 2:
+                self.drops[key] = "invalid"
+            else:
+                self._offered[key] = group
+
+    def sweep(self, version: int, lineage: Mapping[int, str]) -> None:
+        """Drops what can no longer be trained by a learner at `version`."""
+        for key, group in list(self._offered.items()):
+            if group.version > version:
+                continue  # of a life before a resume; judged once the replay has come so far
+            if lineage.get(group.version) != group.provenance.policy:
+                self.drops[key] = "foreign"
+            elif version - group.version > self.max_staleness:
+                self.drops[key] = "stale"
+            else:
+                continue
+            del self._offered[key]
+
+    def ready(self, version: int) -> int:
+        """How many groups a batch at `version` could take now."""
+        return sum(group.version <= version for group in self._offered.values())
+
+    def take(self, count: int, version: int) -> list[Group] | None:
+        """The `count` oldest groups, now trained; None (and nothing taken) if there are fewer."""
+        candidates = [group for group in self._offered.values() if group.version <= version]
+        if len(candidates) < count:
+            return None
+        oldest = sorted(candidates, key=lambda g: (g.provenance.started_at, g.id))[:count]
+        return [self._train(str(group.id)) for group in oldest]
+
+    def take_recorded(self, ids: list[str]) -> list[Group] | None:
+        """The groups of a batch record, in its order; None if some have not been read yet."""
+        if any(key not in self._offered for key in ids):
+            return None
+        return [self._train(key) for key in ids]
+
+    def _train(self, key: str) -> Group:
+        self.trained.add(key)
+        return self._offered.pop(key)

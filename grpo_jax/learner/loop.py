@@ -1,0 +1,382 @@
+"""The learner's life: claim, restore, publish, then step after step until the run is done (DESIGN §2, §3)."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.adapters.publisher import AdapterSpec, Publisher
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
+from grpo_jax.learner.batch import train_samples
+from grpo_jax.learner.checkpoint import Checkpointer
+from grpo_jax.learner.diagnostics import TokenRecord, group_metrics, token_metrics
+from grpo_jax.learner.ledger import Ledger
+from grpo_jax.learner.optimizer import learning_rate
+from grpo_jax.learner.packing import MicroBatch, TrainSample, pack
+from grpo_jax.learner.probe import canary_tokens, probe_lora
+from grpo_jax.learner.records import Heartbeat, check_incarnation, claim_incarnation, read_batches, write_batch
+from grpo_jax.learner.setup import Trainer, build_trainer
+from grpo_jax.learner.step import Applied, LearnerState, step_arrays
+from grpo_jax.learner.surroundings import Surroundings
+from grpo_jax.observability.metrics import MetricsLog
+from grpo_jax.rollouts.sample import Group
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader, RecordWriter
+from grpo_jax.storage.spool import SpoolReader
+from grpo_jax.versions import versions
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_FLUSH_S = 600.0
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT: what is finished is saved, the same command goes on."""
+
+
+def run_learner(config: Config, run_dir: Path, stop: Any) -> int:
+    """Trains until `config.steps` are done, resuming whatever the bucket holds of this run.
+
+    Args:
+      run_dir: for local files; the run's own folder when the bucket is a directory.
+      stop: a threading.Event; once set, the learner saves its last finished step and returns 75.
+    """
+    learner = Learner(config, run_dir, stop)
+    try:
+        learner.prepare()
+        learner.train()
+        learner.finish()
+        return EXIT_DONE
+    except Interrupted:
+        learner.save_for_resume()
+        return EXIT_RESUMABLE
+    except (RunFailed, UsageError) as error:
+        learner.fail(str(error))
+        raise
+    except Exception as error:
+        learner.fail(repr(error))
+        raise
+    finally:
+        learner.close()
+
+
+class Learner:
+    def __init__(self, config: Config, run_dir: Path, stop: Any):
+        self.config, self._stop = config, stop
+        self._run = Bucket(config.bucket).child(config.run)
+        self._incarnation = claim_incarnation(self._run)
+        self._phase, self._step, self._saved_step = "starting", 0, -1
+        self._ledger = Ledger(config.max_staleness)
+        self._heartbeat = Heartbeat(self._run, self._incarnation, self._state_body)
+        self._run_record = RecordWriter(self._run, layout.RUN, self._incarnation)
+        self._run_dir = run_dir
+        self._metrics: MetricsLog | None = None
+        self._checkpointer = Checkpointer(self._run, config.checkpoints.keep)
+        self._surroundings = Surroundings(config)
+        self._run_body: dict[str, Any] = {}
+        self._publisher: Publisher | None = None
+        self._state: LearnerState | None = None
+
+    # ---- start
+
+    def prepare(self) -> None:
+        """Everything before the first step: run record, model, restored state, probe and current policy."""
+        config = self.config
+        trainer = self._trainer = build_trainer(config)
+        self._write_run_record(trainer)
+        self._tokens = canary_tokens(trainer.model)
+        self._check_stop()
+
+        state = trainer.step.init(trainer.initial_lora())
+        restored = self._checkpointer.restore_newest(state)
+        lineage: dict[int, str] = {}
+        if restored is not None:
+            state, meta = restored
+            state = jax.device_put(state)
+            self._step = self._saved_step = int(meta["step"])
+            lineage = {int(version): name for version, name in meta["lineage"].items()}
+            log.info("resuming after step %d", self._step)
+        self._state = state
+        self._records = read_batches(self._run)
+        for step, record in self._records.items():
+            self._ledger.drops.update(record["drops"])
+            if step < self._step:
+                self._ledger.trained.update(record["groups"])
+        self._metrics = MetricsLog.resume(self._run_dir, self._run, self._step)
+        self._spool = SpoolReader(self._run, skip=self._ledger.trained | set(self._ledger.drops))
+
+        self._publisher = Publisher(
+            self._run,
+            AdapterSpec(
+                run=config.run,
+                rank=trainer.lora.rank,
+                alpha=trainer.lora.alpha,
+                rslora=trainer.lora.rslora,
+                scale=trainer.lora.scale,
+                base_model=config.model.source,
+                base_digest=trainer.base_digest,
+            ),
+            self._incarnation,
+            window=config.window,
+            canary_tokens=self._tokens,
+            to_host=jax.device_get,
+            lineage=lineage,
+        )
+        probe = trainer.published_form(probe_lora(jax.random.key(config.seed + 1), trainer.model, trainer.lora))
+        self._publisher.publish_probe(probe, trainer.step.canary(trainer.base, probe, self._tokens))
+        self._publish_current(self._step)
+        self._phase = "training"
+        self._heartbeat.write()
+        self._check_stop()
+
+    def _write_run_record(self, trainer: Trainer) -> None:
+        self._run_body = {
+            "run": self.config.run,
+            "config": self.config.model_dump(mode="json"),
+            "versions": versions(),
+            "base": {"source": self.config.model.source, "digest": trainer.base_digest},
+            "created_at": time.time(),
+            "error": None,
+        }
+        old = RecordReader(self._run, layout.RUN).read()
+        if old is not None:
+            self._run_body["created_at"] = old["created_at"]
+            if old["base"]["digest"] != trainer.base_digest:
+                raise UsageError(
+                    f"model.source: the weights of {self.config.model.source} are not those that the run "
+                    f"{self.config.run} was started with (digest {trainer.base_digest[:12]} instead of "
+                    f"{old['base']['digest'][:12]})"
+                )
+        self._run_record.write({**self._run_body, "status": "running"})
+
+    # ---- steps
+
+    def train(self) -> None:
+        while self._step < self.config.steps:
+            self._train_step()
+
+    def _train_step(self) -> None:
+        config, trainer, step = self.config, self._trainer, self._step
+        started = time.time()
+        version = step // config.sync_every
+        groups = self._next_groups(step, version)
+        batch_ready = time.time()
+        queue = self._ledger.ready(version)
+
+        samples = train_samples(groups, config.algorithm)
+        batches = pack(
+            samples,
+            row_tokens=config.batch.row_tokens,
+            rows=config.batch.rows_per_micro_batch,
+            share_prompt=config.batch.share_prompt,
+        )
+        assert self._state is not None
+        acc = trainer.step.zeros(self._state.lora)
+        outputs = []
+        for batch in batches:
+            self._check_stop()
+            acc, logprob_N, entropy_N = trainer.step.accumulate(trainer.base, self._state.lora, acc, step_arrays(batch))
+            outputs.append((batch, logprob_N, entropy_N))
+            jax.block_until_ready(logprob_N)  # or a stop would have to wait for all that was dispatched
+        loss = float(acc.loss)
+        self._state, applied = trainer.step.apply(trainer.base, self._state, acc, self._tokens)
+        jax.block_until_ready(applied)
+        computed = time.time()
+
+        self._step = step + 1
+        stall = self._after_step(applied)
+        finished = time.time()
+        grad_norm, finite = float(applied.grad_norm), bool(applied.finite)
+        if not finite:
+            log.warning("step %d: the gradient is not finite; the update is left out", step)
+        assert self._metrics is not None
+        self._metrics.append(
+            {
+                "step": step,
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "batch/skipped_update": float(not finite),
+                "learning_rate": float(
+                    learning_rate(config.optimizer, config.steps)(int(self._state.updates) - finite)
+                ),
+                **group_metrics(groups, version=version, now=batch_ready),
+                **token_metrics(_token_record(samples, groups, outputs, step, config.sync_every), config.algorithm),
+                "batch/tokens": float(sum(int((b.prompt_ids_RxT > 0).sum()) for b in batches)),
+                "batch/fill": float(np.mean([(b.prompt_ids_RxT > 0).mean() for b in batches])),
+                "batch/trained_tokens": float(sum(b.count for b in batches)),
+                "policy/version": float(self._step // config.sync_every),
+                "perf/step_s": finished - started,
+                "perf/rollout_wait_s": batch_ready - started,
+                "perf/fwd_bwd_s": computed - batch_ready,
+                "perf/publish_stall_s": stall,
+                "sample/rollout_queue_size": float(queue),
+                "sample/dropped_stale_total": float(sum(r == "stale" for r in self._ledger.drops.values())),
+                "sample/dropped_total": float(len(self._ledger.drops)),
+                "policy/skipped_total": float(self._publisher.skipped) if self._publisher else 0.0,
+                **self._surroundings.metrics(self._publisher, finished),
+                "time/started": started,
+                "time/batch_ready": batch_ready,
+                "time/computed": computed,
+                "time/finished": finished,
+            }
+        )
+
+    def _after_step(self, applied: Applied) -> float:
+        """Publishes and checkpoints what is due; returns the seconds that the loop lost to publishing."""
+        config, stall = self.config, 0.0
+        if self._step % config.sync_every == 0 or self._step == config.steps:
+            started = time.monotonic()
+            assert self._publisher is not None
+            version = -(-self._step // config.sync_every)
+            self._publisher.submit(version, self._step, applied.publish, applied.canary_logprobs)
+            stall = time.monotonic() - started
+        if self._step % config.checkpoints.every == 0 or self._step == config.steps:
+            self._save()
+        self._heartbeat.write()
+        return stall
+
+    def _next_groups(self, step: int, version: int) -> list[Group]:
+        """Waits for the groups of a step: those of its batch record if there is one, else the oldest on offer."""
+        recorded = self._records.get(step)
+        deadline = time.monotonic() + self.config.rollouts.request_timeout_s
+        while True:
+            self._ledger.offer(self._spool.poll())
+            if recorded is not None:
+                groups = self._ledger.take_recorded(recorded["groups"])
+                if groups is None and time.monotonic() > deadline:
+                    raise RunFailed(f"{layout.batch(step)} names groups that are not in {layout.ROLLOUTS}/")
+            else:
+                self._ledger.sweep(version, self._lineage())
+                groups = self._ledger.take(self.config.batch.prompts_per_step, version)
+            if groups is not None:
+                break
+            self._check_stop()
+            self._surroundings.check_alive()
+            time.sleep(_POLL_S)
+        if recorded is None:
+            check_incarnation(self._run, self._incarnation)
+            write_batch(self._run, step, [str(group.id) for group in groups], version, self._ledger.drops)
+        return groups
+
+    def _lineage(self) -> dict[int, str]:
+        assert self._publisher is not None
+        return self._publisher.lineage
+
+    def _publish_current(self, step: int) -> None:
+        """Makes the policy of `step` current (v0 of a new run, or what was restored) and waits until the bucket has it."""
+        trainer = self._trainer
+        assert self._publisher is not None and self._state is not None
+        version, late = divmod(step, self.config.sync_every)
+        if late and self._lineage():
+            # Restored between two publishes: the current policy is an older one, which is in the bucket already.
+            self._publisher.point_to(max(v for v in self._lineage() if v <= version))
+            return
+        published = trainer.published_form(self._state.lora)
+        logprobs = trainer.step.canary(trainer.base, published, self._tokens)
+        self._publisher.submit(version, step, published, logprobs)
+        if not self._publisher.flush(_FLUSH_S):
+            raise RunFailed(f"the bucket {self._run.url} did not take the first adapter within {_FLUSH_S:.0f} s")
+
+    # ---- end
+
+    def finish(self) -> None:
+        """The last policy is in the bucket, its evaluation is there (if there is to be one), the run is marked finished."""
+        assert self._publisher is not None
+        self._publisher.flush(_FLUSH_S)
+        self._save()
+        self._checkpointer.wait()
+        newest = self._publisher.newest
+        self._phase = "draining"
+        self._heartbeat.write()
+        evaluation = self.config.evaluation
+        if evaluation.samples and newest is not None:
+            key = layout.evaluation(newest.name, evaluation.split)
+            deadline = time.monotonic() + evaluation.timeout_s
+            while self._run.read_or_none(key) is None:
+                if time.monotonic() > deadline:
+                    log.warning("no evaluation of %s within %.0f s", newest.name, evaluation.timeout_s)
+                    break
+                self._check_stop()
+                time.sleep(_POLL_S)
+        self._phase = "done"
+        self._heartbeat.write()
+        self._run_record.write({**self._run_body, "status": "finished", "finished_at": time.time()})
+
+    def save_for_resume(self) -> None:
+        """After an interruption: the last finished step, unless it is saved already."""
+        if self._state is not None and self._phase != "starting" and self._step > self._saved_step:
+            self._save()
+        self._checkpointer.wait()
+        log.info("interrupted after step %d; the same command goes on", self._step)
+
+    def fail(self, error: str) -> None:
+        if self._run_body and self._heartbeat.lost is None:
+            self._run_record.write({**self._run_body, "status": "failed", "error": error})
+
+    def close(self) -> None:
+        self._heartbeat.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    # ---- parts
+
+    def _save(self) -> None:
+        if self._saved_step == self._step:
+            return
+        # jax.Array buffers of the state are donated to the next step, so the copy to the host is made here.
+        self._checkpointer.save(
+            self._step,
+            self._state,  # type: ignore[arg-type]
+            {
+                "lineage": {str(version): name for version, name in self._lineage().items()},
+                "incarnation": self._incarnation,
+            },
+        )
+        if self._metrics is not None:
+            self._metrics.sync()
+        self._saved_step = self._step
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Interrupted
+        if self._heartbeat.lost is not None:
+            raise self._heartbeat.lost
+
+    def _state_body(self) -> dict[str, Any]:
+        newest = self._publisher.newest if self._publisher else None
+        return {
+            "run": self.config.run,
+            "step": self._step,
+            "version": newest.version if newest else 0,
+            "total_steps": self.config.steps,
+            "phase": self._phase,
+            "drops": sorted(self._ledger.drops.items()),
+        }
+
+
+def _token_record(
+    samples: list[TrainSample],
+    groups: list[Group],
+    outputs: list[tuple[MicroBatch, jax.Array, jax.Array]],
+    step: int,
+    sync_every: int,
+) -> TokenRecord:
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("logprob", "sampler", "advantage", "entropy", "lag")}
+    lags = np.array([step - groups[sample.group].version * sync_every for sample in samples], np.int64)
+    for batch, logprob_N, entropy_N in outputs:
+        used = batch.mask_N
+        columns["logprob"].append(np.asarray(logprob_N, np.float64)[used])
+        columns["sampler"].append(batch.sampler_logprob_N[used].astype(np.float64))
+        columns["advantage"].append(batch.advantage_N[used].astype(np.float64))
+        columns["entropy"].append(np.asarray(entropy_N, np.float64)[used])
+        columns["lag"].append(lags[batch.sample_N[used]])
+    empty = [np.zeros(0)]
+    return TokenRecord(*(np.concatenate(columns[name] or empty) for name in columns))

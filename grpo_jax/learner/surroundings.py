@@ -1,0 +1,70 @@
+"""What the learner sees of the others: the worker's record and the replicas' heartbeats. It reads, it never asks."""
+
+from typing import Any
+
+from grpo_jax.adapters.publisher import Publisher
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import RunFailed
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import Record, RecordReader
+
+
+class Surroundings:
+    def __init__(self, config: Config):
+        self._config = config
+        self._root = Bucket(config.bucket)
+        self._run = self._root.child(config.run)
+        self._readers: dict[str, RecordReader] = {}
+        self._last: tuple[float, float, float] | None = None
+
+    def check_alive(self) -> None:
+        """RunFailed when workers have been there and all have been silent for `fleet.idle_exit_s`: nothing will come."""
+        self._workers()
+        readers = [reader for key, reader in self._readers.items() if key.startswith(layout.WORKERS)]
+        limit = self._config.fleet.idle_exit_s
+        if readers and all(reader.silent_s() > limit for reader in readers):
+            raise RunFailed(
+                f"no rollout worker has written its state for {limit:.0f} s, and no group is left to train on"
+            )
+
+    def metrics(self, publisher: Publisher | None, now: float) -> dict[str, float]:
+        """Rollout, fleet and publish metrics; what is not known yet is left out."""
+        workers, replicas = self._workers(), self._replicas()
+        found: dict[str, float] = {}
+        if workers:
+            generated = float(sum(w["generated_tokens"] for w in workers))
+            backpressure = float(sum(w["backpressure_s"] for w in workers))
+            found["rollout/inflight"] = float(sum(w["inflight_samples"] for w in workers))
+            found["cost/generated_tokens"] = generated
+            found["cost/wasted_tokens"] = float(sum(w["wasted_tokens"] for w in workers))
+            found["rollout/request_failures"] = float(sum(w["request_failures"] for w in workers))
+            found["rollout/reward_failures"] = float(sum(w["reward_failures"] for w in workers))
+            if self._last is not None and now > self._last[0]:
+                before, generated_before, backpressure_before = self._last
+                found["rollout/generated_tok_s"] = max(generated - generated_before, 0.0) / (now - before)
+                found["rollout/backpressure_s"] = max(backpressure - backpressure_before, 0.0)
+            self._last = (now, generated, backpressure)
+        newest = publisher.newest if publisher else None
+        if newest is not None:
+            found["policy/publish_s"] = newest.publish_s
+            found["fleet/replicas_proved"] = float(sum(newest.name in r.get("proved", ()) for r in replicas))
+        served = {name: t for w in workers for name, t in w["first_served"].items()}
+        for published in reversed(publisher.published if publisher else []):
+            if published.name in served:
+                found["policy/time_to_serve_s"] = max(served[published.name] - published.submitted_at, 0.0)
+                break
+        return found
+
+    def _workers(self) -> list[Record]:
+        return self._read(self._run, layout.WORKERS)
+
+    def _replicas(self) -> list[Record]:
+        return self._read(self._root, layout.replicas(self._config.fleet_name))
+
+    def _read(self, bucket: Bucket, prefix: str) -> list[Record]:
+        records: list[Any] = []
+        for key in bucket.list(prefix):
+            reader = self._readers.setdefault(key, RecordReader(bucket, key))
+            records.append(reader.read())
+        return [record for record in records if record is not None]

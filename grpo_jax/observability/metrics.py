@@ -1,0 +1,190 @@
+"""The metrics of a run: one JSON object a line, on disk as they come and in the bucket in segments.
+
+The local file is what people read. The bucket holds `learner/metrics-<from>.jsonl`, one segment per life of the learner;
+after a resume segments overlap, and the later one counts from its first step on.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+
+Metrics = dict[str, Any]
+
+FILE = "metrics.jsonl"
+_SEGMENT = re.compile(rf"{layout.METRICS}/metrics-(\d{{6,}})\.jsonl")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that is not divided yet: the states of micro-batches, rows or hosts add up exactly, in any grouping."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    @classmethod
+    def of(cls, values: ArrayLike, weights: ArrayLike | None = None) -> "Mean":
+        """Of an array, each value once or with its weight. A value of weight 0 does not count, not even a NaN."""
+        v = np.asarray(values, np.float64)
+        w = np.ones_like(v) if weights is None else np.asarray(weights, np.float64)
+        if v.shape != w.shape:
+            raise ValueError(f"values have shape {v.shape}, weights {w.shape}")
+        used = w != 0
+        return cls(float((v[used] * w[used]).sum()), float(w[used].sum()))
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> float:
+        """NaN when nothing was counted; a metrics line then leaves the key out."""
+        return self.total / self.weight if self.weight else math.nan
+
+
+class MetricsLog:
+    """The learner's metrics from `first_step` on. Earlier lines of the local file stay, later ones are another life's.
+
+    Segments that start later than `first_step` belong to steps that were given up; they are deleted, and an older segment
+    ends where this one starts even before the first `sync`.
+    """
+
+    def __init__(self, run_dir: Path, bucket: Bucket, first_step: int = 0):
+        self._path, self._bucket, self._first = run_dir / FILE, bucket, first_step
+        self._last = first_step - 1
+        segments = _segments(bucket)
+        _rewrite(self._path, [r for r in read_metrics(run_dir) if r["step"] < first_step])
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        self._start = os.fstat(self._file.fileno()).st_size
+        for start, key in segments.items():
+            if start > first_step:
+                bucket.delete(key)
+        if segments:
+            self.sync()
+
+    @classmethod
+    def resume(cls, run_dir: Path, bucket: Bucket, step: int) -> "MetricsLog":
+        """Goes on at `step` (the steps finished). What the bucket knows of earlier steps counts; the local file fills gaps.
+
+        The bucket goes first because the local file may be a cache that another machine's life has overtaken.
+        """
+        known = {r["step"]: r for r in [*read_metrics(run_dir), *read_metrics(bucket)]}
+        _rewrite(run_dir / FILE, [known[t] for t in sorted(known) if t < step])
+        return cls(run_dir, bucket, step)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line at once. Keys whose value is None, NaN or infinite are left out.
+
+        Raises:
+          ValueError: `step` is not later than that of the last line.
+          TypeError: a value is neither a number nor a text.
+        """
+        clean = {key: value for key, value in ((k, _plain(k, v)) for k, v in record.items()) if value is not None}
+        step = clean.get("step")
+        if not isinstance(step, int) or step <= self._last:
+            raise ValueError(f"a metrics record for step {step!r} after step {self._last}")
+        self._file.write(_line(clean))
+        self._last = step
+
+    def sync(self) -> None:
+        """Replaces this life's segment in the bucket by all its lines so far."""
+        with open(self._path, "rb") as file:
+            file.seek(self._start)
+            self._bucket.replace(segment_key(self._first), file.read())
+
+    def close(self) -> None:
+        """Writes the segment a last time."""
+        self.sync()
+        self._file.close()
+
+
+class MetricsTail:
+    """Follows the metrics file of another process. `records` are the steps that the file holds now, by step."""
+
+    def __init__(self, run_dir: Path):
+        self._path, self._inode, self._offset = run_dir / FILE, -1, 0
+        self.records: dict[int, Metrics] = {}
+
+    def poll(self) -> list[Metrics]:
+        """The lines that are new since the last call. A line that is not finished yet is left for the next call."""
+        known = self.records
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:  # a resume has rewritten the file
+                    self._inode, self._offset, self.records = status.st_ino, 0, {}
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        news = list(_parse(complete))
+        fresh = [r for r in news if known.get(r["step"]) != r]
+        self.records |= {r["step"]: r for r in news}
+        return fresh
+
+
+def read_metrics(source: Path | Bucket) -> list[Metrics]:
+    """All records in the order of their steps, from a run directory or from a run's bucket; torn lines are left out."""
+    if isinstance(source, Bucket):
+        merged: dict[int, Metrics] = {}
+        for start, key in sorted(_segments(source).items()):
+            kept = {t: r for t, r in merged.items() if t < start}
+            merged = kept | {r["step"]: r for r in _parse(source.read_or_none(key) or b"") if r["step"] >= start}
+    else:
+        try:
+            merged = {r["step"]: r for r in _parse((source / FILE).read_bytes())}
+        except FileNotFoundError:
+            return []
+    return [merged[t] for t in sorted(merged)]
+
+
+def segment_key(first_step: int) -> str:
+    return f"{layout.METRICS}/metrics-{first_step:06d}.jsonl"
+
+
+def _segments(bucket: Bucket) -> dict[int, str]:
+    matches = ((key, _SEGMENT.fullmatch(key)) for key in bucket.list(layout.METRICS))
+    return {int(match[1]): key for key, match in matches if match}
+
+
+def _parse(data: bytes) -> Iterator[Metrics]:
+    for line in data.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+
+
+def _line(record: Metrics) -> bytes:
+    return json.dumps(record, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+def _rewrite(path: Path, records: Iterable[Metrics]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(b"".join(map(_line, records)))
+    os.replace(temporary, path)
+
+
+def _plain(key: str, value: Any) -> str | bool | int | float | None:
+    """A JSON scalar from a Python, numpy or device scalar; None for what a line leaves out."""
+    if not isinstance(value, str | bool | int | float) and hasattr(value, "item"):
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    raise TypeError(f"metric {key!r} is a {type(value).__name__}")

@@ -1,0 +1,113 @@
+"""The key numbers of a run, and one sentence on what it waited for."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.observability.format import percent
+from grpo_jax.observability.metrics import Metrics
+from grpo_jax.observability.rundata import RunData
+from grpo_jax.observability.timeline import overlap
+
+# Below this share of the time nothing is called a bottleneck.
+_NOTABLE = 0.1
+
+
+def summarise(run: RunData) -> dict[str, Any]:
+    """Plain JSON values by name; None for what cannot be known from what is there."""
+    metrics, times = run.metrics, overlap(run)
+    base, trained = (None if e is None else float(e["reward"]) for e in run.held_out)
+    wait, held = _wait_share(metrics), _backpressure_share(run, times["span_s"])
+    return {
+        "run": run.name,
+        "status": run.run.get("status") or "unknown",
+        "error": run.run.get("error"),
+        "steps": metrics[-1]["step"] + 1 if metrics else 0,
+        "total_steps": run.config_value("steps", run.learner.get("total_steps")),
+        "reward_first3": mean_of(metrics[:3], "reward"),
+        "reward_last5": mean_of(metrics[-5:], "reward"),
+        "held_out_base": base,
+        "held_out_trained": trained,
+        "step_s_median": _percentile(metrics, "perf/step_s", 50),
+        "fwd_bwd_s_median": _percentile(metrics, "perf/fwd_bwd_s", 50),
+        "overlap": times,
+        "overlap_fraction": times["fraction"],
+        "staleness_mean": mean_of(metrics, "sample/staleness_mean"),
+        "staleness_max": _percentile(metrics, "sample/staleness_max", 100),
+        "publish_stall_s_p50": _percentile(metrics, "perf/publish_stall_s", 50),
+        "publish_stall_s_p99": _percentile(metrics, "perf/publish_stall_s", 99),
+        "time_to_serve_s_p50": _percentile(metrics, "policy/time_to_serve_s", 50),
+        "mismatch_p50": _percentile(metrics, "mismatch/p50", 50),
+        "mismatch_p99": _percentile(metrics, "mismatch/p99", 50),
+        "mismatch_max": _percentile(metrics, "mismatch/max", 100),
+        "groups": len(run.groups),
+        "dropped": _reasons(d[-1] for d in run.learner.get("drops", [])),
+        "skipped": _reasons(s[-1] for w in run.workers.values() for s in w.get("skipped", [])),
+        "generated_tokens": _sum(run.workers, "generated_tokens"),
+        "wasted_tokens": _sum(run.workers, "wasted_tokens"),
+        "request_failures": _sum(run.workers, "request_failures"),
+        "reward_failures": _sum(run.workers, "reward_failures"),
+        "redraws": _sum(run.workers, "redraws"),
+        "quarantined": {key: _quarantined(run, record) for key, record in run.replicas.items()},
+        "learner_wait_share": wait,
+        "backpressure_share": held,
+        "verdict": verdict(wait, held),
+        "missing": run.missing,
+    }
+
+
+def _wait_share(metrics: list[Metrics]) -> float | None:
+    """The share of the learner's time in which it waited for rollouts, after the first step (which waits for the start)."""
+    both = [r for r in metrics if "perf/rollout_wait_s" in r and r.get("perf/step_s")]
+    steady = both[1:] or both
+    total = sum(r["perf/step_s"] for r in steady)
+    return sum(r["perf/rollout_wait_s"] for r in steady) / total if total else None
+
+
+def _backpressure_share(run: RunData, span_s: float) -> float | None:
+    """The share of the run in which only the limit on staleness kept the workers from starting a group."""
+    held = [w["backpressure_s"] for w in run.workers.values() if "backpressure_s" in w]
+    return min(sum(held) / (len(held) * span_s), 1.0) if held and span_s else None
+
+
+def verdict(wait: float | None, held: float | None) -> str:
+    if wait is None or held is None:
+        return "Too little is recorded to say what this run waited for."
+    numbers = (
+        f"the learner waited for rollouts {percent(wait)} of the time, "
+        f"rollouts were held back by the limit on staleness {percent(held)} of the time"
+    )
+    if wait >= _NOTABLE and held >= _NOTABLE:
+        return f"Learner and generators take turns: {numbers}; a higher max_staleness would let them overlap more."
+    if wait >= _NOTABLE:
+        return f"Generation is the bottleneck: {numbers}; more or faster replicas would help, a faster learner would not."
+    if held >= _NOTABLE:
+        return f"The learner is the bottleneck: {numbers}; a faster learner would help, more replicas would not."
+    return f"Learner and generators are in balance: {numbers}."
+
+
+def mean_of(records: Iterable[Metrics], key: str) -> float | None:
+    values = [r[key] for r in records if key in r]
+    return float(np.mean(values)) if values else None
+
+
+def _percentile(metrics: list[Metrics], key: str, q: float) -> float | None:
+    values = [r[key] for r in metrics if key in r]
+    return float(np.percentile(values, q)) if values else None
+
+
+def _sum(records: dict[str, dict[str, Any]], key: str) -> int | None:
+    values = [r[key] for r in records.values() if key in r]
+    return sum(values) if values else None
+
+
+def _reasons(reasons: Iterable[str]) -> dict[str, int]:
+    """Counts by the word before the colon; what follows is about one group."""
+    return dict(Counter(str(reason).partition(":")[0] for reason in reasons).most_common())
+
+
+def _quarantined(run: RunData, replica: dict[str, Any]) -> dict[str, str]:
+    """{policy: reason} of this run; a fleet may serve several."""
+    return {k: v for k, v in (replica.get("quarantined") or {}).items() if k.startswith(f"{run.name}.")}

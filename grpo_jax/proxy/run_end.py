@@ -1,0 +1,45 @@
+"""Whether the run is over, read from `run.json`."""
+
+import logging
+import time
+
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_FINAL = ("finished", "failed")
+
+
+class RunEnd:
+    """For one thread. `over` reads the bucket once a second at most.
+
+    A final status that stands there at the start may be that of an earlier life, which a learner is about to resume; it
+    counts once nobody has changed it for `grace_s`.
+    """
+
+    def __init__(self, run: Bucket, grace_s: float, poll_s: float = _POLL_S):
+        self._reader, self._grace_s, self._poll_s = RecordReader(run, layout.RUN), grace_s, poll_s
+        self._read_at = float("-inf")
+        self._first: tuple[int, int] | None = None
+        self._over = False
+
+    def over(self) -> bool:
+        now = time.monotonic()
+        if self._over or now - self._read_at < self._poll_s:
+            return self._over
+        self._read_at = now
+        try:
+            record = self._reader.read()
+        except Exception as error:  # each kind of bucket raises its own errors; the next reading may succeed
+            log.debug("run.json cannot be read: %s", error)
+            return False
+        if record is None:
+            return False
+        stamp = record["incarnation"], record["seq"]
+        self._first = self._first or stamp
+        fresh = stamp != self._first or self._reader.silent_s() >= self._grace_s
+        self._over = record.get("status") in _FINAL and fresh
+        return self._over
