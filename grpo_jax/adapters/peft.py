@@ -1,8 +1,8 @@
 """LoRA tree ↔ PEFT directory: the one place that knows both layouts.
 
-Ours: `{"layers": {"self_attn": {"q_proj": {"a": (L, in, r), "b": (L, r, out)}}, "mlp": {…}}}`, float32, layers stacked on axis 0.
-PEFT: one `lora_A.weight` (r, in) and one `lora_B.weight` (out, r) per layer and module. Transposed slices are copied: the
-safetensors writer stores a non-contiguous array as garbage without a word (FACTS).
+Ours: `{"layers": {"self_attn": {"q_proj": {"a": (L, in, r), "b": (L, r, out)}}, "mlp": {…}}}`, float32, layers
+stacked on axis 0. PEFT: one `lora_A.weight` (r, in) and one `lora_B.weight` (out, r) per layer and module. Transposed
+slices are copied: the safetensors writer stores a non-contiguous array as garbage without a word.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Publishing never stalls: a background thread exports, uploads and moves the pointer; the loop only hands over.
 
-`submit` returns at once. If uploads are slower than steps, the newest waiting adapter replaces the one that waited (counted
-in `skipped`). Order in the bucket: files, manifest, pointer (DESIGN §2.3, §2.4).
+`submit` returns at once. If uploads are slower than steps, the newest waiting adapter replaces the one that waited
+(counted in `skipped`). Order in the bucket: files, manifest, pointer.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class Published:
-    """One version in the bucket. Times: seconds since the epoch at the hand-over, and seconds until the pointer moved."""
+    """One version in the bucket: time of the hand-over (epoch seconds), and seconds until the pointer moved."""
 
     version: int
     step: int
@@ -131,7 +131,7 @@ class Publisher:
         self._pointer.write({"run": self._spec.run, "current": window[0], "window": window, "probe": self._probe})
 
     def submit(self, version: int, step: int, lora: Any, canary_logprobs: Any) -> None:
-        """Hands over device arrays that nobody will donate or change. Raises what stopped the publisher, if anything."""
+        """Hands over device arrays that nobody will donate. Raises what stopped the publisher, if anything."""
         with self._changed:
             if self._error is not None:
                 raise self._error

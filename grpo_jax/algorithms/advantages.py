@@ -32,4 +32,5 @@ def _advantages(rewards_G: jax.Array, valid_G: jax.Array, *, kind: str, eps: flo
     if kind == "dr_grpo":
         return centred_G
     variance = (centred_G**2).sum() / jnp.maximum(count - ddof, 1)
-    return centred_G / (jnp.sqrt(variance) + eps)
+    spread = jnp.sqrt(variance) + eps
+    return jnp.where(spread > 0, centred_G / jnp.where(spread > 0, spread, 1.0), 0.0)

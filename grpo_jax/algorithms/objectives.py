@@ -1,4 +1,4 @@
-"""Objectives: per-token loss terms. The trainer minimises Σ weight · term, whatever the objective (DESIGN §2.7)."""
+"""Objectives: per-token loss terms. The trainer minimises Σ weight · term, whatever the objective."""
 
 from typing import NamedTuple
 

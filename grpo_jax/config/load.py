@@ -1,4 +1,4 @@
-"""From a file, `extends:` and `key=value` overrides to a checked `Config`. An error is one sentence with the key's path."""
+"""From a file, `extends:` and `key=value` overrides to a checked `Config`."""
 
 from pathlib import Path
 from typing import Any

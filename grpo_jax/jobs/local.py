@@ -37,7 +37,7 @@ class Role:
 
 
 class Supervisor:
-    """The processes of a run. `poll` returns None while it goes on, True when the learner is done; it raises RunFailed."""
+    """The processes of a run. `poll` returns True once the learner is done, and raises RunFailed."""
 
     def __init__(self, config: Config, run_dir: Path, *, learner_arguments: tuple[str, ...] = ()):
         self.logs = run_dir / "logs"
@@ -149,7 +149,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 
 def default_environment() -> None:
-    """For this process and its children: no progress bars or telemetry of libraries, tokenizers without their own threads."""
+    """For this process and its children: libraries show no progress bars, tokenizers start no threads."""
     for key, value in {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

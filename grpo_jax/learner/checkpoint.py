@@ -1,8 +1,9 @@
 """Checkpoints: Orbax for the arrays, a manifest as the commit mark, on every kind of bucket.
 
-Orbax writes to local disk; the files then go to the bucket as immutable objects and `manifest.json` (sizes and sha256) last. A
-checkpoint without a manifest, or with a file that does not match it, does not exist. So nothing depends on what the
-store knows of renames, and a process killed in mid-save leaves nothing that could be taken for a checkpoint.
+Orbax writes to local disk; the files then go to the bucket as immutable objects and `manifest.json` (sizes and
+sha256) last. A checkpoint without a manifest, or with a file that does not match it, does not exist. So nothing
+depends on what the store knows of renames, and a process killed in mid-save leaves nothing that could be taken for a
+checkpoint.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Metrics of a batch, on the host, from what each trained token had: log-probabilities of both sides, advantage, lag."""
+"""Metrics of a batch, on the host: of its groups, and of every trained token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class TokenRecord:
 
 
 def token_metrics(record: TokenRecord, algorithm: Algorithm) -> dict[str, float]:
-    """Ratio, KL to the sampler (k3), clip fractions, ESS and the distribution of |log π − log μ|, in all and by step lag."""
+    """Ratio, KL to the sampler (k3), clip fractions, ESS, and |log π − log μ| in all and by step lag."""
     if not record.logprob_N.size:
         return {}
     delta = record.logprob_N - record.sampler_N

@@ -11,9 +11,9 @@ from grpo_jax.rollouts.sample import Group
 class Ledger:
     """Groups on offer, trained and dropped.
 
-    A group is consumed oldest start first. It is dropped, whole, when it is `stale` (more than `max_staleness` versions
-    old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a lineage that
-    a resume gave up) or `invalid` (fewer than two samples to train on).
+    A group is consumed oldest start first. It is dropped, whole, when it is `stale` (more than `max_staleness`
+    versions old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a
+    lineage that a resume gave up) or `invalid` (fewer than two samples to train on).
     """
 
     max_staleness: int

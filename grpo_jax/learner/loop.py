@@ -1,6 +1,7 @@
-"""The learner's life: claim, restore, publish, then step after step until the run is done (DESIGN §2, §3)."""
+"""The learner's life: claim, restore, publish, then step after step until the run is done."""
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,16 +41,20 @@ class Interrupted(Exception):
     """SIGTERM or SIGINT: what is finished is saved, the same command goes on."""
 
 
-def run_learner(config: Config, run_dir: Path, stop: Any) -> int:
+def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: bool = False) -> int:
     """Trains until `config.steps` are done, resuming whatever the bucket holds of this run.
 
     Args:
       run_dir: for local files; the run's own folder when the bucket is a directory.
-      stop: a threading.Event; once set, the learner saves its last finished step and returns 75.
+      stop: once set, the learner saves its last finished step and returns 75.
+      hold: publish the base and then only wait to be stopped.
     """
     learner = Learner(config, run_dir, stop)
     try:
         learner.prepare()
+        if hold:
+            stop.wait()
+            raise Interrupted
         learner.train()
         learner.finish()
         return EXIT_DONE
@@ -67,7 +72,7 @@ def run_learner(config: Config, run_dir: Path, stop: Any) -> int:
 
 
 class Learner:
-    def __init__(self, config: Config, run_dir: Path, stop: Any):
+    def __init__(self, config: Config, run_dir: Path, stop: threading.Event):
         self.config, self._stop = config, stop
         self._run = Bucket(config.bucket).child(config.run)
         self._incarnation = claim_incarnation(self._run)
@@ -269,9 +274,10 @@ class Learner:
         return self._publisher.lineage
 
     def _publish_current(self, step: int) -> None:
-        """Makes the policy of `step` current (v0 of a new run, or what was restored) and waits until the bucket has it."""
+        """Makes the policy of `step` current (v0, or what was restored) and waits until the bucket has it."""
         trainer = self._trainer
-        assert self._publisher is not None and self._state is not None
+        assert self._publisher is not None
+        assert self._state is not None
         version, late = divmod(step, self.config.sync_every)
         if late and self._lineage():
             # Restored between two publishes: the current policy is an older one, which is in the bucket already.
@@ -286,7 +292,7 @@ class Learner:
     # ---- end
 
     def finish(self) -> None:
-        """The last policy is in the bucket, its evaluation is there (if there is to be one), the run is marked finished."""
+        """Waits for the last publish and for its evaluation, if there is to be one; marks the run finished."""
         assert self._publisher is not None
         self._publisher.flush(_FLUSH_S)
         self._save()

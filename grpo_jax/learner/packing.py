@@ -2,8 +2,9 @@
 
 A branch is the last prompt token followed by all completion tokens but the last: each of its positions predicts one
 completion token, so a branch of L positions trains L tokens. With shared prompts a group lies behind one copy of
-`prompt[:-1]` (prompt id of its own, branch id 0) and each of its samples is a branch (DESIGN §2.8); without, every sample has
-a prompt of its own. Packing only places tokens: which are trained, and with which weight, is decided before.
+`prompt[:-1]` (prompt id of its own, branch id 0) and each of its samples is a branch; without, every
+sample has a prompt of its own. Packing only places tokens: which are trained, and with which weight, is decided
+before.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The probe and the canary: by what a replica proves that it serves what the learner means (DESIGN §2.5)."""
+"""The probe and the canary: by what a replica proves that it serves what the learner means."""
 
 import math
 from typing import Any

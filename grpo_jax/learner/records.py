@@ -1,4 +1,4 @@
-"""What the learner writes beside adapters and checkpoints: its incarnation, the run record, its state, the batch records."""
+"""What the learner writes beside adapters and checkpoints: incarnation, state, batch records."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""From a config to what the learner computes with: the base on the device, the adapter's shape and the compiled step."""
+"""From a config to what the learner computes with: base, adapter shape and compiled step."""
 
 import logging
 import os

@@ -88,7 +88,7 @@ def step_arrays(batch: MicroBatch) -> StepArrays:
 
 
 def rounded(lora: Tree, dtype: Any) -> Tree:
-    """The adapter as the forward pass uses it: through the compute dtype and back (OBJECTIVES, numerics 5)."""
+    """The adapter as the forward pass uses it: through the compute dtype and back."""
     return jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), lora)
 
 

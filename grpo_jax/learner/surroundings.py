@@ -19,7 +19,7 @@ class Surroundings:
         self._last: tuple[float, float, float] | None = None
 
     def check_alive(self) -> None:
-        """RunFailed when workers have been there and all have been silent for `fleet.idle_exit_s`: nothing will come."""
+        """RunFailed when all workers have been silent for `fleet.idle_exit_s`: nothing will come."""
         self._workers()
         readers = [reader for key, reader in self._readers.items() if key.startswith(layout.WORKERS)]
         limit = self._config.fleet.idle_exit_s

@@ -28,6 +28,7 @@ def token_logprobs(
     params: Mapping[str, Any],
     hidden_NxD: Array,
     targets_N: Array,
+    mask_N: Array | None = None,
     *,
     config: ModelConfig,
     temperature: float,
@@ -42,6 +43,7 @@ def token_logprobs(
         params: the base; its head, or its embedding if tied.
         hidden_NxD: after the final norm.
         targets_N: int32. An id of the vocabulary's size or more yields NaN.
+        mask_N: bool; a chunk without a True is not computed, and is 0. Put what counts first.
         temperature: what logits are divided by, above 0.
         chunk: positions at a time; the last chunk is padded.
 
@@ -53,8 +55,7 @@ def token_logprobs(
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
 
     @jax.checkpoint
-    def score(chunked: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden_CxD, targets_C = chunked
+    def score(hidden_CxD: Array, targets_C: Array) -> tuple[Array, Array]:
         scores_CxV = logits(params, hidden_CxD, config) / temperature
         scores_CxV -= jax.lax.stop_gradient(jnp.max(scores_CxV, axis=-1, keepdims=True))
         exps_CxV = jnp.exp(scores_CxV)
@@ -63,9 +64,18 @@ def token_logprobs(
         entropy_C = jnp.log(total_C) - jnp.sum(exps_CxV * scores_CxV, axis=-1) / total_C
         return target_C - jnp.log(total_C), jax.lax.stop_gradient(entropy_C)
 
+    def score_used(chunked: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        hidden_CxD, targets_C, mask_C = chunked
+        wide = jnp.promote_types(hidden_CxD.dtype, jnp.float32)
+        skip = lambda *_: (jnp.zeros(chunk, wide), jnp.zeros(chunk, wide))  # noqa: E731
+        return jax.lax.cond(jnp.any(mask_C), score, skip, hidden_CxD, targets_C)
+
     count = targets_N.shape[0]
+    if mask_N is None:
+        mask_N = jnp.ones(count, bool)
     padding = -count % chunk
     hidden_MxCxD = jnp.pad(hidden_NxD, ((0, padding), (0, 0))).reshape(-1, chunk, hidden_NxD.shape[1])
     targets_MxC = jnp.pad(targets_N, (0, padding)).reshape(-1, chunk)
-    logprobs_MxC, entropy_MxC = jax.lax.map(score, (hidden_MxCxD, targets_MxC))
+    mask_MxC = jnp.pad(mask_N, (0, padding)).reshape(-1, chunk)
+    logprobs_MxC, entropy_MxC = jax.lax.map(score_used, (hidden_MxCxD, targets_MxC, mask_MxC))
     return logprobs_MxC.reshape(-1)[:count], entropy_MxC.reshape(-1)[:count]

@@ -39,3 +39,8 @@ def clock(value: float) -> str:
     minutes, s = divmod(round(value), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def arrow(first: float | None, last: float | None) -> str:
+    """0.17 → 0.93, two rewards."""
+    return f"{reward(first)} → {reward(last)}"

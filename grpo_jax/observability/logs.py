@@ -1,4 +1,4 @@
-"""Logging of one role: time, role, level, message; and no secret of the environment in any line, tracebacks included."""
+"""Logging of one role: time, role, level, message; and no secret of the environment in it, tracebacks included."""
 
 import logging
 import os
@@ -11,13 +11,24 @@ _SHORTEST_SECRET = 8  # shorter values ("true", "0") would blank ordinary words
 _MASK = "***"
 
 # Libraries that tell each request or each compilation at INFO.
-_QUIET = ("aiohttp.access", "absl", "asyncio", "filelock", "fsspec", "httpx", "huggingface_hub", "jax", "orbax", "urllib3")
+_QUIET = (
+    "aiohttp.access",
+    "absl",
+    "asyncio",
+    "filelock",
+    "fsspec",
+    "httpx",
+    "huggingface_hub",
+    "jax",
+    "orbax",
+    "urllib3",
+)
 
 
 def configure_logging(role: str, path: Path | None) -> None:
-    """Sends the process's log, from INFO up, to the file `path` (appended) or, with None, to stderr. May be called again."""
+    """Sends the process's log, from INFO up, to the file `path` (appended) or, with None, to stderr."""
     if path is None:
-        handler: logging.Handler = logging.StreamHandler(sys.stderr)
+        handler: logging.Handler = StderrHandler()
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8")
@@ -32,6 +43,14 @@ def configure_logging(role: str, path: Path | None) -> None:
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+class StderrHandler(logging.StreamHandler):
+    """Looks stderr up for each line, because a progress display redirects it while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
 
 
 class RoleFormatter(logging.Formatter):

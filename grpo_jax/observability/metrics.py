@@ -1,7 +1,7 @@
 """The metrics of a run: one JSON object a line, on disk as they come and in the bucket in segments.
 
-The local file is what people read. The bucket holds `learner/metrics-<from>.jsonl`, one segment per life of the learner;
-after a resume segments overlap, and the later one counts from its first step on.
+The local file is what people read. The bucket holds `learner/metrics-<from>.jsonl`, one segment per life of the
+learner; after a resume segments overlap, and the later one counts from its first step on.
 """
 
 import json
@@ -54,8 +54,8 @@ class Mean:
 class MetricsLog:
     """The learner's metrics from `first_step` on. Earlier lines of the local file stay, later ones are another life's.
 
-    Segments that start later than `first_step` belong to steps that were given up; they are deleted, and an older segment
-    ends where this one starts even before the first `sync`.
+    Segments that start later than `first_step` belong to steps that were given up; they are deleted, and an older
+    segment ends where this one starts even before the first `sync`.
     """
 
     def __init__(self, run_dir: Path, bucket: Bucket, first_step: int = 0):
@@ -73,9 +73,9 @@ class MetricsLog:
 
     @classmethod
     def resume(cls, run_dir: Path, bucket: Bucket, step: int) -> "MetricsLog":
-        """Goes on at `step` (the steps finished). What the bucket knows of earlier steps counts; the local file fills gaps.
+        """Goes on at `step` (the steps finished) with the lines of all earlier steps, whichever place has them.
 
-        The bucket goes first because the local file may be a cache that another machine's life has overtaken.
+        Where both do the bucket is right: the local file may be a cache that a life on another machine has overtaken.
         """
         known = {r["step"]: r for r in [*read_metrics(run_dir), *read_metrics(bucket)]}
         _rewrite(run_dir / FILE, [known[t] for t in sorted(known) if t < step])
@@ -111,7 +111,7 @@ class MetricsTail:
     """Follows the metrics file of another process. `records` are the steps that the file holds now, by step."""
 
     def __init__(self, run_dir: Path):
-        self._path, self._inode, self._offset = run_dir / FILE, -1, 0
+        self._path, self._offset, self._last_line = run_dir / FILE, 0, b""
         self.records: dict[int, Metrics] = {}
 
     def poll(self) -> list[Metrics]:
@@ -119,15 +119,19 @@ class MetricsTail:
         known = self.records
         try:
             with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:  # a resume has rewritten the file
-                    self._inode, self._offset, self.records = status.st_ino, 0, {}
-                file.seek(self._offset)
+                file.seek(self._offset - len(self._last_line))
                 data = file.read()
+                if data.startswith(self._last_line):
+                    data = data[len(self._last_line) :]
+                else:  # a resume has rewritten the file (its inode may be the old one's again)
+                    self._offset, self._last_line, self.records = 0, b"", {}
+                    file.seek(0)
+                    data = file.read()
         except FileNotFoundError:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
+        self._last_line = (complete.splitlines(keepends=True) or [self._last_line])[-1]
         news = list(_parse(complete))
         fresh = [r for r in news if known.get(r["step"]) != r]
         self.records |= {r["step"]: r for r in news}

@@ -46,17 +46,19 @@ def draw(run: RunData, theme: Theme = LIGHT) -> bytes:
     figure = Figure(figsize=(12.0, 7.2), dpi=_DPI, facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
-    figure.subplots_adjust(left=0.05, right=0.9, top=0.93, bottom=0.075, wspace=0.36, hspace=0.36)
+    figure.subplots_adjust(left=0.035, right=0.895, top=0.94, bottom=0.075, wspace=0.42, hspace=0.34)
     panels: list[tuple[str, Callable[[Axes, RunData, Theme], list[Label]]]] = [
         ("Reward", _reward),
         ("Staleness, in policy versions", _staleness),
-        ("Seconds per step", _time),
+        ("Seconds per step, with medians", _time),
         ("|log π − log μ| on the trained tokens", _mismatch),
     ]
+    first, last = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else (0, 0)
     for ax, (title, panel) in zip(axes.flat, panels, strict=True):
         _style(ax, title, theme)
         labels = panel(ax, run, theme)
         if labels:
+            ax.set_xlim(first - 0.7, max(last, first + 4) + 0.7)
             _label(ax, labels)
         else:
             ax.text(0.5, 0.5, "nothing recorded", transform=ax.transAxes, ha="center", va="center", color=theme.muted)
@@ -81,12 +83,11 @@ def _reward(ax: "Axes", run: RunData, theme: Theme) -> list[Label]:
         ax.axhline(value, color=color, linewidth=1.2, linestyle=(0, (4, 3)), zorder=2)
     if not len(x):
         return marks
-    x_band, spread = _series(run.metrics, "reward_std")
-    center = y[np.isin(x, x_band)]
+    spread = _aligned(run.metrics, x, "reward_std")
     # A standard deviation around a mean of zeros and ones reaches beyond both; no reward did.
     seen = [r for g in run.groups for r in g.rewards if not np.isnan(r)] or [-np.inf, np.inf]
-    low, high = (np.clip(center + sign * spread, min(seen), max(seen)) for sign in (-1, 1))
-    ax.fill_between(x_band, low, high, color=theme.learner, alpha=0.14, linewidth=0, zorder=1)
+    low, high = (np.clip(y + sign * spread, min(seen), max(seen)) for sign in (-1, 1))
+    ax.fill_between(x, low, high, color=theme.learner, alpha=0.14, linewidth=0, zorder=1)
     ax.plot(x, y, color=theme.learner, zorder=3, **_line(len(x)))
     return [(y[-1], f"training {y[-1]:.2f}\n(band: ± 1 std)", theme.learner), *marks]
 
@@ -116,15 +117,23 @@ def _time(ax: "Axes", run: RunData, theme: Theme) -> list[Label]:
     wait, compute = (_aligned(run.metrics, x, key) for key in ("perf/rollout_wait_s", "perf/fwd_bwd_s"))
     rest = np.clip(total - wait - compute, 0.0, None)
     parts = [
-        (compute, "forward, backward", theme.learner),
+        (compute, "forward and\nbackward", theme.learner),
         (rest, "rest", theme.muted),
-        (wait, "waiting for rollouts", theme.generator),
+        (wait, "waiting for\nrollouts", theme.generator),
     ]
     bottom = np.zeros(len(x))
     labels = []
     for part, what, color in parts:
         top = bottom + part
-        ax.bar(x, part, bottom=bottom, width=0.82 if len(x) <= 120 else 1.0, color=color, linewidth=0)
+        ax.bar(
+            x,
+            part,
+            bottom=bottom,
+            width=0.82 if len(x) <= 120 else 1.0,
+            color=color,
+            linewidth=0,
+            alpha=0.45 if what == "rest" else None,
+        )
         labels.append((float(np.median(bottom + part / 2)), f"{what} {duration(float(np.median(part)))}", color))
         bottom = top
     usual = total[total <= _OUTLIER * np.median(total)]
@@ -133,7 +142,7 @@ def _time(ax: "Axes", run: RunData, theme: Theme) -> list[Label]:
     for step, value in zip(x, total, strict=True):
         if value > limit:
             ax.annotate(
-                f"↑ {duration(value)}", (step, limit), (4, -4), textcoords="offset points", va="top",
+                f"↑ {duration(value)}", (step + 0.5, limit), (3, -4), textcoords="offset points", va="top",
                 color=theme.ink, fontsize=8, bbox={"facecolor": theme.paper, "edgecolor": "none", "pad": 1.5},
             )  # fmt: skip
     return labels
@@ -165,11 +174,11 @@ def _style(ax: "Axes", title: str, theme: Theme) -> None:
     ax.grid(axis="y", color=theme.rule, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    ax.margins(x=0.02)
 
 
 def _label(ax: "Axes", labels: list[Label]) -> None:
     """Names the lines at their right ends, in their colours, moved apart where they would overlap."""
+    ax.get_ylim()  # settles the limits, which matplotlib leaves open until they are asked for
     to_axes = ax.transAxes.inverted()
     placed: list[tuple[float, float, str, str]] = []
     for value, text, color in labels:
@@ -190,8 +199,9 @@ def _label(ax: "Axes", labels: list[Label]) -> None:
 
 
 def _line(points: int) -> dict[str, Any]:
-    """A short run shows its single steps."""
-    return {"linewidth": 1.9, "marker": "o" if points <= 40 else None, "markersize": 3.2, "solid_capstyle": "round"}
+    """The steps of a short run are shown one by one."""
+    few = points <= 40
+    return {"linewidth": 1.9 if few else 1.3, "marker": "o" if few else None, "markersize": 3.2}
 
 
 def _series(metrics: list[Metrics], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """A snapshot. Records are {} where there is none; `missing` has one sentence for each thing that should be there."""
+    """A snapshot. Records are {} where there is none; `missing` has a sentence for each thing that should be there."""
 
     name: str
     run: Record = field(default_factory=dict)  # run.json
@@ -47,38 +47,38 @@ class RunData:
 
     @property
     def held_out(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """(base, trained): the evaluations of v0 and of the newest later policy, on the configured split."""
+        """(base, trained): the evaluations of v0 and of the newest later policy, on the configured split, if scored."""
         split = self.config_value("evaluation.split", "eval")
-        found = {_version(e): e for e in self.evaluations if e.get("split") == split}
+        found = {_version(e): e for e in self.evaluations if e.get("split") == split and e["reward"] is not None}
         return found.get(0), found[max(found)] if max(found, default=0) > 0 else None
 
 
 def load_run(run_dir: Path | None, bucket: Bucket, groups: bool = True) -> RunData:
     """Reads the run whose prefix is `bucket`. `groups=False` leaves the spool alone (it may be large)."""
     missing: list[str] = []
-    run = _record(bucket, layout.RUN, missing, "the run's record (run.json)")
-    name = run.get("run") or bucket.url.rsplit("/", 1)[-1]
+    run = _record(bucket, layout.RUN, missing, "The run's record (run.json)")
+    name = run.get("run") or run_name(bucket)
     fleet = ((run.get("config") or {}).get("fleet") or {}).get("name") or name
     metrics = (read_metrics(run_dir) if run_dir is not None else []) or read_metrics(bucket)
     if not metrics:
-        missing.append("no step has been finished: there are no metrics.")
+        missing.append("No step has been finished: there are no metrics.")
     spool = SpoolReader(bucket).poll() if groups else []
     if groups and not spool:
-        missing.append("the spool holds no groups.")
+        missing.append("The spool holds no groups.")
     workers = _records(bucket, layout.WORKERS)
     if not workers:
-        missing.append("no rollout worker has left a record.")
+        missing.append("No rollout worker has left a record.")
     replicas = _records(bucket_root(bucket), layout.replicas(fleet))
     if not replicas:
-        missing.append(f"no generator of the fleet {fleet!r} has left a record.")
+        missing.append(f"No generator of the fleet {fleet!r} has left a record.")
     evaluations = _evaluations(bucket)
     if not evaluations and ((run.get("config") or {}).get("evaluation") or {}).get("samples"):
-        missing.append("no evaluation has been finished.")
+        missing.append("No evaluation has been finished.")
     return RunData(
         name=name,
         run=run,
-        policy=_record(bucket, layout.POLICY, missing, "the policy record (policy.json)"),
-        learner=_record(bucket, layout.LEARNER_STATE, missing, "the learner's heartbeat (learner/state.json)"),
+        policy=_record(bucket, layout.POLICY, missing, "The policy record (policy.json)"),
+        learner=_record(bucket, layout.LEARNER_STATE, missing, "The learner's heartbeat (learner/state.json)"),
         workers=workers,
         replicas=replicas,
         evaluations=evaluations,
@@ -90,7 +90,12 @@ def load_run(run_dir: Path | None, bucket: Bucket, groups: bool = True) -> RunDa
 
 def bucket_root(run: Bucket) -> Bucket:
     """The bucket that the run's prefix lies in; the fleets are beside the runs."""
-    return Bucket(run.url.rsplit("/", 1)[0])
+    return Bucket(str(run.local_path().parent) if run.is_local else run.url.rsplit("/", 1)[0])
+
+
+def run_name(run: Bucket) -> str:
+    """The name that a run's prefix ends in."""
+    return run.local_path().name if run.is_local else run.url.rsplit("/", 1)[-1]
 
 
 def batch_ids(bucket: Bucket, step: int) -> list[str]:
@@ -124,7 +129,7 @@ def _evaluations(bucket: Bucket) -> list[dict[str, Any]]:
     for key in bucket.list(layout.EVALUATIONS):
         try:
             evaluation = json.loads(bucket.read_or_none(key) or b"")
-            _version(evaluation), float(evaluation["reward"])
+            _version(evaluation), float(evaluation["reward"] or 0)  # None: nothing could be scored
         except (ValueError, KeyError, TypeError):
             log.warning("%s is no evaluation", key)
             continue

@@ -59,7 +59,7 @@ def summarise(run: RunData) -> dict[str, Any]:
 
 
 def _wait_share(metrics: list[Metrics]) -> float | None:
-    """The share of the learner's time in which it waited for rollouts, after the first step (which waits for the start)."""
+    """The share of the learner's time spent waiting for rollouts, after the first step (which waits for the start)."""
     both = [r for r in metrics if "perf/rollout_wait_s" in r and r.get("perf/step_s")]
     steady = both[1:] or both
     total = sum(r["perf/step_s"] for r in steady)
@@ -82,7 +82,9 @@ def verdict(wait: float | None, held: float | None) -> str:
     if wait >= _NOTABLE and held >= _NOTABLE:
         return f"Learner and generators take turns: {numbers}; a higher max_staleness would let them overlap more."
     if wait >= _NOTABLE:
-        return f"Generation is the bottleneck: {numbers}; more or faster replicas would help, a faster learner would not."
+        return (
+            f"Generation is the bottleneck: {numbers}; more or faster replicas would help, a faster learner would not."
+        )
     if held >= _NOTABLE:
         return f"The learner is the bottleneck: {numbers}; a faster learner would help, more replicas would not."
     return f"Learner and generators are in balance: {numbers}."

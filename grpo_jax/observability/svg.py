@@ -1,4 +1,4 @@
-"""The timeline as inline SVG: one lane for the learner, one per replica, publishes as ticks. Colours come from the page."""
+"""The timeline as inline SVG, in the colours of the page: the learner, each replica, publishes as ticks."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_jax.observability.format import clock, duration
 from grpo_jax.observability.rundata import RunData
-from grpo_jax.observability.timeline import Interval, in_flight, learner_intervals, overlap, replica_intervals
+from grpo_jax.observability.timeline import Interval, in_flight, learner_intervals, publishes, replica_intervals
 
 _WIDTH, _LEFT, _RIGHT = 1000.0, 96.0, 12.0
 _TOP, _LANE, _GAP = 26.0, 34.0, 14.0
@@ -24,7 +24,7 @@ def timeline_svg(run: RunData) -> str:
     start, end = min(i[0] for i in everything), max(i[1] for i in everything)
     scale = _Scale(start, max(end, start + 1e-3))
     height = _TOP + (1 + len(replicas)) * (_LANE + _GAP) + 18
-    parts = [_axis(scale, height), _publishes(run, scale, height), _learner_lane(steps, run, scale)]
+    parts = [_axis(scale, height), _publishes(run, scale), _learner_lane(steps, run, scale)]
     edges = np.linspace(scale.start, scale.end, _BINS + 1)
     flights = {name: in_flight(spans, edges) for name, spans in replicas.items()}
     most = max((float(f.max()) for f in flights.values()), default=0.0)
@@ -51,18 +51,21 @@ def _axis(scale: _Scale, height: float) -> str:
     for k in range(int(span // every) + 1):
         x = scale.x(scale.start + k * every)
         out.append(f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 6}" y2="{height - 18:.1f}"/>')
-        out.append(f'<text class="tick" x="{x:.1f}" y="{height - 4:.1f}" text-anchor="middle">{clock(k * every)}</text>')
+        out.append(
+            f'<text class="tick" x="{x:.1f}" y="{height - 4:.1f}" text-anchor="middle">{clock(k * every)}</text>'
+        )
     return "".join(out)
 
 
-def _publishes(run: RunData, scale: _Scale, height: float) -> str:
+def _publishes(run: RunData, scale: _Scale) -> str:
     out = [f'<text class="tick" x="{_LEFT - 12}" y="{_TOP - 11}" text-anchor="end">publishes</text>']
-    for version, time in overlap(run)["publishes"].items():
+    found = publishes(run)
+    half = min(3.5, max(0.6, 300 / max(len(found), 1)))  # many become a row of thin ticks
+    for version, time in found.items():
         x = scale.x(time)
-        out.append(
-            f'<path class="publish" d="M{x - 3.5:.1f} {_TOP - 19}h7l-3.5 7z"><title>v{version} handed to the publisher '
-            f"{clock(time - scale.start)} after the start</title></path>"
-        )
+        title = f"v{version} handed to the publisher {clock(time - scale.start)} after the start"
+        shape = f"M{x - half:.1f} {_TOP - 19}h{2 * half:.1f}l{-half:.1f} 7z"
+        out.append(f'<path class="publish" d="{shape}"><title>{title}</title></path>')
     return "".join(out)
 
 

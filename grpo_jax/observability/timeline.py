@@ -1,7 +1,8 @@
-"""Who was busy when: interval arithmetic over the recorded times of steps and groups. Times are seconds since the epoch."""
+"""Who was busy when: interval arithmetic over the recorded times of steps and groups, in seconds since the epoch."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The covered time as disjoint intervals in order. Touching intervals are joined, empty and reversed ones left out."""
+    """The covered time as disjoint intervals in order; touching ones are joined, empty and reversed ones left out."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[1] > i[0]):
         if merged and start <= merged[-1][1]:
@@ -44,7 +45,7 @@ def seconds(disjoint: Iterable[Interval]) -> float:
 
 def largest_gap(disjoint: Sequence[Interval]) -> float:
     """The longest time between two neighbours; 0 for fewer than two."""
-    return max((b[0] - a[1] for a, b in zip(disjoint, disjoint[1:], strict=False)), default=0.0)
+    return max((b[0] - a[1] for a, b in pairwise(disjoint)), default=0.0)
 
 
 def in_flight(intervals: Iterable[Interval], edges: np.ndarray) -> np.ndarray:
@@ -70,10 +71,15 @@ def replica_intervals(groups: Iterable[Group]) -> dict[str, list[Interval]]:
     return dict(sorted(found.items()))
 
 
-def publishes(metrics: Iterable[Metrics], sync_every: int) -> dict[int, float]:
-    """By version: the end of the step after which it was handed to the publisher. v0 comes before the first step."""
-    done = ((r["step"] + 1, r.get("time/finished")) for r in metrics)
-    return {steps // sync_every: time for steps, time in done if time is not None and steps % sync_every == 0}
+def publishes(run: RunData) -> dict[int, float]:
+    """By version: when it was handed to the publisher, at the end of its last step. v0 comes before the first step."""
+    every, total = run.config_value("sync_every", 1), run.config_value("steps", None)
+    found = {}
+    for record in run.metrics:
+        steps, time = record["step"] + 1, record.get("time/computed", record.get("time/finished"))
+        if time is not None and (steps % every == 0 or steps == total):
+            found[-(-steps // every)] = time
+    return found
 
 
 def overlap(run: RunData) -> dict[str, Any]:
@@ -98,5 +104,5 @@ def overlap(run: RunData) -> dict[str, Any]:
         "both_s": both,
         "fraction": both / seconds(span) if span else None,
         "largest_generation_gap_s": largest_gap(generation),
-        "publishes": publishes(run.metrics, run.config_value("sync_every", 1)),
+        "publishes": publishes(run),
     }

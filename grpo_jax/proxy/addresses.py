@@ -7,11 +7,14 @@ from yarl import URL
 
 
 def replica_url(text: str) -> URL:
-    """The base address of a replica, without a trailing `/` or `/v1`. ValueError says what is wrong, never the URL itself.
+    """The base address of a replica, without a trailing `/` or `/v1`. ValueError never quotes the URL.
 
-    User names are refused: they would be sent along as credentials and be shown by `/fleet`.
+    User names are refused: they would be sent along as credentials and shown by `/fleet`.
     """
-    url = URL(text)
+    try:
+        url = URL(text)
+    except ValueError:
+        raise ValueError("not a URL") from None
     if url.scheme not in ("http", "https") or not url.raw_host:
         raise ValueError("expected http://host[:port] or https://host[:port]")
     if url.raw_user is not None or url.raw_password is not None:

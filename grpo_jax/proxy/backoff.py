@@ -23,8 +23,8 @@ class Backoff:
     def strike(self, now: float, began: float) -> bool:
         """Notes the failure of an attempt that began at `began`; returns whether it is news.
 
-        Attempts that were under way at the last strike fail of the same cause: they prolong the pause but do not double it,
-        else one restart under load would count as dozens of failures.
+        Attempts that were under way at the last strike fail of the same cause. They prolong the pause but do not double
+        it, else one restart under load would count as dozens of failures.
         """
         news = self.count == 0 or began >= self._struck_at
         if news:
@@ -36,7 +36,7 @@ class Backoff:
         return news
 
     def begin(self, now: float) -> None:
-        """An attempt starts. The first one after a strike goes alone: what fails fast looks idle and would draw the rest."""
+        """An attempt starts. The first after a strike goes alone: what fails fast looks idle and draws the rest."""
         if self.count and not self._tried:
             self._tried = True
             self.until = max(self.until, now + TRIAL_S)

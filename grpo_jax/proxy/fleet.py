@@ -1,4 +1,4 @@
-"""Keeps the router's table true: heartbeats and the end of the run from the bucket, names from servers without an agent."""
+"""Keeps the router's table true: heartbeats and the run's end from the bucket, names from servers without an agent."""
 
 import asyncio
 import logging
@@ -19,26 +19,30 @@ from grpo_jax.storage.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_POLL_S = 0.25
-_STATIC_POLL_S = 1.0
+HEARTBEAT_POLL_S = 0.25
+STATIC_POLL_S = 1.0
 
 ListModels = Callable[[URL], Awaitable[list[str]]]
 
 
 class Fleet:
-    """Two observers. A daemon thread reads the bucket, so that a slow one holds up neither requests nor the exit; a task
-    for each static URL asks the server itself. Both hand what they see to the router on the event loop."""
+    """Two kinds of observers, which hand what they see to the router on the event loop.
 
-    def __init__(self, config: Config, router: Router, list_models: ListModels, poll_s: float = _HEARTBEAT_POLL_S):
+    A daemon thread reads the bucket, so that a slow one holds up neither requests nor the exit (asyncio would wait for
+    its own threads). A task for each static URL asks the server itself.
+    """
+
+    def __init__(self, config: Config, router: Router, list_models: ListModels):
         """list_models: the names that the server at a URL lists; any exception means that it did not answer."""
         bucket = Bucket(config.bucket)
         self._name, self._run, self._silent_s = config.fleet_name, config.run, config.fleet.silent_s
-        self._router, self._list_models, self._poll_s = router, list_models, poll_s
+        self._router, self._list_models = router, list_models
         self._static = _static_urls(config.fleet.replicas)
         self._heartbeats = HeartbeatReader(bucket, self._name, self._silent_s)
         self._run_end = RunEnd(bucket.child(config.run), self._silent_s)
         self._sightings: dict[str, Sighting] = {}
         self._answered_at: dict[str, float] = {}
+        self._unobserved = {"heartbeats", *self._static}
         self._stop = threading.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.run_over = asyncio.Event()
@@ -68,23 +72,26 @@ class Fleet:
         while not self._stop.is_set():
             sightings, over = self._heartbeats.poll(), self._run_end.over()
             try:
-                loop.call_soon_threadsafe(self._apply, sightings, over)
+                loop.call_soon_threadsafe(self._apply, sightings, self._heartbeats.listed, over)
             except RuntimeError:  # the loop has been closed
                 return
-            self._stop.wait(self._poll_s)
+            self._stop.wait(HEARTBEAT_POLL_S)
 
-    def _apply(self, sightings: list[Sighting], over: bool) -> None:
+    def _apply(self, sightings: list[Sighting], listed: bool, over: bool) -> None:
         now = time.monotonic()
         seen = {sighting.heartbeat.id: sighting for sighting in sightings if sighting.heartbeat.id not in self._static}
         for id in self._sightings.keys() - seen.keys():
             self._router.forget(id)
         for id, sighting in seen.items():
             beat = sighting.heartbeat
-            if sighting.live != (id in self._sightings and self._sightings[id].live):
-                log.info("fleet: replica %s is %s", id, f"there, {beat.state}" if sighting.live else "silent")
-            ready = sighting.live and beat.state == "ready"
+            before = self._sightings[id].state if id in self._sightings else "silent"
+            if sighting.state != before:
+                log.info("fleet: replica %s is %s", id, sighting.state)
+            ready = sighting.state == "ready"
             self._router.observe(id, beat.url, ready, beat.proved, now, beat.quarantined, beat.loaded)
         self._sightings = seen
+        if listed:
+            self._observed("heartbeats")
         if over:
             self.run_over.set()
 
@@ -100,7 +107,12 @@ class Fleet:
             now = time.monotonic()
             live = now - self._answered_at.get(id, float("-inf")) < self._silent_s
             self._router.observe(id, url, live, names, now)
-            await asyncio.sleep(_STATIC_POLL_S)
+            self._observed(id)
+            await asyncio.sleep(STATIC_POLL_S)
+
+    def _observed(self, source: str) -> None:
+        self._unobserved.discard(source)
+        self._router.complete = not self._unobserved
 
     def _describe(self, replica: Replica, now: float) -> dict[str, Any]:
         sighting = self._sightings.get(replica.id)
@@ -108,7 +120,7 @@ class Fleet:
             beat = sighting.heartbeat
             source: dict[str, Any] = {
                 "source": "heartbeat",
-                "state": beat.state if sighting.live else "silent",
+                "state": sighting.state,
                 "heartbeat_age_s": round(now - sighting.changed_at, 3),
                 **beat.model_dump(include={"loaded", "engine", "engine_version", "dtype", "running", "waiting"}),
                 **beat.model_dump(include={"restarts", "error"}),

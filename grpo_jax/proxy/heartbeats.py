@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -44,55 +44,71 @@ class Sighting:
     live: bool
     changed_at: float  # monotonic seconds
 
+    @property
+    def state(self) -> str:
+        return self.heartbeat.state if self.live else "silent"
+
 
 @dataclass
 class _Entry:
     reader: RecordReader
-    first_seen: float
+    changed_at: float  # monotonic seconds; before the first change, when the key was found
     read_at: float = float("-inf")
     stamp: tuple[int, int] | None = None
-    changed_at: float | None = None  # of the last change that was seen to happen
+    heard: bool = False  # a change has been seen to happen
     heartbeat: Heartbeat | None = None
     complaint: str | None = None
 
     def silent(self, silent_s: float) -> bool:
         # Measured up to the last successful reading: an unreachable bucket is not the replica's silence.
-        return self.read_at - (self.changed_at or self.first_seen) >= silent_s
+        return self.read_at - self.changed_at >= silent_s
 
 
 class HeartbeatReader:
     """Lists and reads the records of one fleet. For one thread; `poll` may take as long as the bucket takes.
 
-    A record counts as alive once its `seq` has been seen to change: what lies in the bucket at the start may be the last
-    word of an earlier life, and its policies those of an abandoned lineage.
+    A replica counts as live once its `seq` has been seen to change: what lies in the bucket at the start may be the
+    last word of an earlier life, and its policies those of an abandoned lineage.
     """
 
     def __init__(self, bucket: Bucket, fleet: str, silent_s: float):
         self._bucket, self._prefix, self._silent_s = bucket, layout.replicas(fleet), silent_s
         self._entries: dict[str, _Entry] = {}
-        self._trouble: str | None = None
+        self._troubled: set[str] = set()
+        self.listed = False  # the fleet has been listed at least once
 
     def poll(self) -> list[Sighting]:
-        """Every replica that has written a sound heartbeat. Errors of the bucket are logged, and the old values stay."""
+        """Every replica that has written a sound heartbeat. Errors of the bucket are logged; old values stay."""
         try:
             listed = {key for key in self._bucket.list(self._prefix) if key.endswith(".json")}
-            trouble = None
-            for key in sorted(listed | self._entries.keys()):
-                self._read(key)
-            for key in [k for k, e in self._entries.items() if k not in listed and e.silent(self._silent_s)]:
-                del self._entries[key]
+            self.listed = True
+            self._note_trouble(self._prefix, None)
         except Exception as error:  # each kind of bucket raises its own errors
-            trouble = f"{type(error).__name__}: {error}"
-        if trouble is not None and self._trouble is None:
-            log.warning("fleet: %s cannot be read, the fleet stays as it is: %s", self._prefix, trouble)
-        elif trouble is None and self._trouble is not None:
-            log.info("fleet: %s can be read again", self._prefix)
-        self._trouble = trouble
+            self._note_trouble(self._prefix, error)
+            listed = set(self._entries)
+        for key in sorted(listed | self._entries.keys()):
+            try:
+                self._read(key)
+                self._note_trouble(key, None)
+            except Exception as error:
+                self._note_trouble(key, error)
+        for key in [key for key, entry in self._entries.items() if key not in listed and entry.silent(self._silent_s)]:
+            del self._entries[key]
         return [
-            Sighting(e.heartbeat, e.changed_at is not None and not e.silent(self._silent_s), e.changed_at or e.first_seen)
-            for e in self._entries.values()
-            if e.heartbeat is not None
+            Sighting(entry.heartbeat, entry.heard and not entry.silent(self._silent_s), entry.changed_at)
+            for entry in self._entries.values()
+            if entry.heartbeat is not None
         ]
+
+    def _note_trouble(self, key: str, error: Exception | None) -> None:
+        """Logs the first failure of a series and its end."""
+        if error is None:
+            if key in self._troubled:
+                self._troubled.remove(key)
+                log.info("fleet: %s can be read again", key)
+        elif key not in self._troubled:
+            log.warning("fleet: %s cannot be read, what is known of it stays: %s: %s", key, type(error).__name__, error)
+            self._troubled.add(key)
 
     def _read(self, key: str) -> None:
         now = time.monotonic()
@@ -107,23 +123,22 @@ class HeartbeatReader:
         if stamp == entry.stamp:
             return
         first, entry.stamp = entry.stamp is None, stamp
-        heartbeat, complaint = _checked(key, record)
+        heartbeat, complaint = self._checked(key, record)
         if heartbeat is not None:
             entry.heartbeat = heartbeat
             if not first:
-                entry.changed_at = entry.read_at
+                entry.heard, entry.changed_at = True, entry.read_at
         elif complaint != entry.complaint:
             log.warning("fleet: %s is left out: %s", key, complaint)
         entry.complaint = complaint
 
-
-def _checked(key: str, record: Record) -> tuple[Heartbeat | None, str | None]:
-    """The heartbeat, or None and what is wrong with it."""
-    try:
-        heartbeat = Heartbeat.model_validate(record)
-    except ValidationError as error:
-        first: Any = error.errors()[0]
-        return None, f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if key.rsplit("/", 1)[-1] != f"{heartbeat.id}.json":
-        return None, f"it names replica {heartbeat.id}"
-    return heartbeat, None
+    def _checked(self, key: str, record: Record) -> tuple[Heartbeat | None, str | None]:
+        """The heartbeat, or None and what is wrong with it."""
+        try:
+            heartbeat = Heartbeat.model_validate(record)
+        except ValidationError as error:
+            first: Any = error.errors()[0]
+            return None, f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if key != f"{self._prefix}/{heartbeat.id}.json":
+            return None, f"it names replica {heartbeat.id}"
+        return heartbeat, None

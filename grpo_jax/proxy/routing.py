@@ -1,4 +1,4 @@
-"""Which replica answers which request. Rules and state only: no I/O, and the caller tells the time (monotonic seconds)."""
+"""Which replica answers which request. Rules and state only: no I/O, and callers tell the time (monotonic seconds)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,11 +58,12 @@ class Router:
     """The replicas of one run's fleet and what is under way on each. For one thread (the event loop's)."""
 
     def __init__(self, run: str, memory_s: float):
-        """memory_s: a policy stays known for so long after the last replica that named it lost it (it may be restarting)."""
+        """memory_s: how long a policy stays known after no replica names it any more; one may just be restarting."""
         self._run, self._memory_s = run, memory_s
         self.replicas: dict[str, Replica] = {}
         self._seen: dict[str, float] = {}
         self._uses = 0
+        self.complete = False  # set once every source of the table has been looked at
 
     def observe(
         self,
@@ -74,7 +75,7 @@ class Router:
         quarantined: Mapping[str, str] | None = None,
         loaded: Iterable[str] = (),
     ) -> None:
-        """What a replica says about itself now. Probes, names of other runs and quarantined names are never routed to."""
+        """What a replica says of itself now. Probes, names of other runs and quarantined names are never routed to."""
         replica = self.replicas.get(id)
         if replica is None or replica.url != url:  # another server: it starts without strikes
             replica = self.replicas[id] = Replica(id, url)
@@ -92,11 +93,11 @@ class Router:
         self.replicas.pop(id, None)
 
     def knows(self, policy: str) -> bool:
-        """Whether a replica named this policy lately, proved or not."""
-        return policy in self._seen
+        """Whether a replica named this policy lately, proved or not. True as long as not all have been looked at."""
+        return not self.complete or policy in self._seen
 
     def choose(self, model: str, now: float) -> Route | None:
-        """The least loaded replica that serves `model` now (of equals the least recently used), and the exact policy."""
+        """The least loaded replica that serves `model` now (of equals the least recently used), and the exact name."""
         best: Route | None = None
         for replica in self.replicas.values():
             policy = replica.newest if model == LATEST else model
@@ -115,7 +116,8 @@ class Router:
         if not able:
             reasons = [f"{r.id}: {r.quarantined[model]}" for r in ready if model in r.quarantined]
             quarantine = f" (quarantined on {'; '.join(reasons)})" if reasons else ""
-            return f"none of the {len(ready)} ready replicas has proved {'a policy' if model == LATEST else model}{quarantine}"
+            what = "a policy" if model == LATEST else model
+            return f"none of the {len(ready)} ready replicas has proved {what}{quarantine}"
         errors = "; ".join(f"replica {r.id} {r.last_error}" for r in able if r.last_error)
         return f"every replica that has proved it is being left alone after a failure: {errors}"
 

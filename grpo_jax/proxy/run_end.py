@@ -9,7 +9,7 @@ from grpo_jax.storage.records import RecordReader
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 1.0
+POLL_S = 1.0
 _FINAL = ("finished", "failed")
 
 
@@ -20,15 +20,15 @@ class RunEnd:
     counts once nobody has changed it for `grace_s`.
     """
 
-    def __init__(self, run: Bucket, grace_s: float, poll_s: float = _POLL_S):
-        self._reader, self._grace_s, self._poll_s = RecordReader(run, layout.RUN), grace_s, poll_s
+    def __init__(self, run: Bucket, grace_s: float):
+        self._reader, self._grace_s = RecordReader(run, layout.RUN), grace_s
         self._read_at = float("-inf")
         self._first: tuple[int, int] | None = None
         self._over = False
 
     def over(self) -> bool:
         now = time.monotonic()
-        if self._over or now - self._read_at < self._poll_s:
+        if self._over or now - self._read_at < POLL_S:
             return self._over
         self._read_at = now
         try:

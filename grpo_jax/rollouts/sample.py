@@ -17,12 +17,15 @@ from safetensors.numpy import load, save
 from grpo_jax.adapters.names import parse_policy
 from grpo_jax.storage.records import canonical_json
 
-_GROUP_ID = re.compile(r"e(\d{3})\.i(\d{6})\.a(\d{2})")
+_GROUP_ID = re.compile(r"e([0-9]{3,})\.i([0-9]{6,})\.a([0-9]{2,})")
 
 
 @dataclass(frozen=True, order=True)
 class GroupId:
-    """(epoch, data index) says which prompt, `attempt` how often it has been drawn again."""
+    """(epoch, data index) says which prompt, `attempt` how often it has been drawn again.
+
+    The data index counts through all epochs, so that it names a group alone.
+    """
 
     epoch: int
     index: int
@@ -34,9 +37,9 @@ class GroupId:
     @classmethod
     def parse(cls, text: str) -> "GroupId":
         match = _GROUP_ID.fullmatch(text)
-        if match is None:
+        if match is None or str(found := cls(*(int(part) for part in match.groups()))) != text:
             raise ValueError(f"{text!r} is not a group id")
-        return cls(*(int(part) for part in match.groups()))
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where everything lies. Run keys are relative to `<bucket>/<run>/`, fleet keys to `<bucket>/` (DESIGN §3)."""
+"""Where everything lies. Run keys are relative to `<bucket>/<run>/`, fleet keys to `<bucket>/`."""
 
 RUN = "run.json"
 POLICY = "policy.json"

@@ -2,7 +2,7 @@
 
 A record carries `incarnation` (which life of its writer wrote it), `seq` (the count of writes in that life) and
 `checksum` (sha256 of the rest). A reader keeps the old value when the checksum is wrong or (incarnation, seq) goes
-backwards, so a torn write, a stale cache or a writer that was replaced can never move it back (DESIGN §3).
+backwards, so a torn write, a stale cache or a writer that was replaced can never move it back.
 """
 
 import hashlib

@@ -1,0 +1,199 @@
+"""The commands. Each calls one function; imports are inside, so that a role loads only its own."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+
+if TYPE_CHECKING:
+    from grpo_jax.config.schema import Config
+
+log = logging.getLogger("grpo_jax")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    # Tasks and rewards are named by import path; the directory of the command is where users keep them.
+    sys.path.insert(0, os.getcwd())
+    try:
+        return arguments.command(arguments)
+    except (UsageError, RunFailed) as error:
+        print(f"grpo-jax: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_RESUMABLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grpo-jax", description="Asynchronous GRPO with LoRA, without a cluster.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(command=function)
+        return sub
+
+    def with_config(sub: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub.add_argument("config", metavar="CONFIG", help="a YAML file")
+        sub.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="override a key, e.g. optimizer.learning_rate=1e-4"
+        )
+        return sub
+
+    sub = with_config(command("run", _run, "all roles on this machine; resumes a run that exists"))
+    sub.add_argument("--dir", metavar="RUN", help="the run's directory (default: <bucket>/<run>)")
+    sub.add_argument("--fresh", action="store_true", help="delete what there is of this run and start anew")
+    sub = with_config(command("check", _check, "validates a config and prints what it means; starts nothing"))
+    sub.add_argument("--offline", action="store_true", help="fetch nothing")
+    sub = with_config(command("sample", _sample, "samples and scores the base model: is this task learnable?"))
+    sub.add_argument("--n", type=int, default=64, help="completions (default 64)")
+    sub = command("export", _export, "writes the adapter of a run as a PEFT directory")
+    sub.add_argument("run", metavar="RUN", help="a run directory or its URL in a bucket")
+    sub.add_argument("--to", metavar="DIR", required=True)
+    sub.add_argument("--policy", metavar="NAME", help="another than the last")
+    sub = command("report", _report, "writes report.html and reward.png of runs")
+    sub.add_argument("runs", nargs="+", metavar="RUN")
+
+    def role(name: str, function, help: str) -> argparse.ArgumentParser:
+        sub = command(name, function, help)
+        sub.add_argument("--config", required=True, metavar="CONFIG")
+        sub.add_argument("--bucket", metavar="URL", help="instead of the config's")
+        return sub
+
+    sub = role("learner", _learner, "one role alone: trains and publishes")
+    sub.add_argument("--dir", metavar="RUN", help="local directory of the run")
+    sub.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    sub = role("worker", _worker, "one role alone: samples and scores groups")
+    sub.add_argument("--proxy", required=True, metavar="URL")
+    sub.add_argument("--id", default="worker-0")
+    sub = role("generator", _generator, "one role alone: vLLM and its agent")
+    sub.add_argument("--id", required=True, help="names this replica in the fleet")
+    sub.add_argument("--dir", metavar="DIR", help="local directory for adapters and logs")
+    sub.add_argument("--url", help="under which the proxy reaches this replica (default: its own address)")
+    sub = role("proxy", _proxy, "one role alone: one address for many replicas")
+    sub.add_argument("--host")
+    sub.add_argument("--port", type=int)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.load import load_config
+    from grpo_jax.jobs.run import execute, place
+
+    _configure_logging("run", logging.WARNING)
+    config, run_dir = place(load_config(arguments.config, arguments.overrides), arguments.dir)
+    result = execute(config, run_dir, fresh=arguments.fresh)
+    print(result.message, file=sys.stdout if result.exit_code == EXIT_DONE else sys.stderr)
+    if result.report is not None:
+        print(f"report: {result.report.html_path}  picture: {result.report.png_path}")
+    return result.exit_code
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.load import load_config
+    from grpo_jax.config.plan import check_config
+    from grpo_jax.jobs.local import default_environment
+
+    default_environment()
+    plan = check_config(load_config(arguments.config, arguments.overrides), offline=arguments.offline)
+    width = max(len(name) for name, _ in plan.rows)
+    for name, value in plan.rows:
+        print(f"{name:<{width}}  {value}")
+    for item in plan.unchecked:
+        print(f"not checked: {item}")
+    return EXIT_DONE
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.load import load_config
+    from grpo_jax.jobs.sample import sample_base
+
+    _configure_logging("sample", logging.WARNING)
+    return sample_base(load_config(arguments.config, arguments.overrides), arguments.n)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from grpo_jax.adapters.export import export_adapter
+    from grpo_jax.storage.bucket import Bucket
+
+    print(export_adapter(Bucket(arguments.run), Path(arguments.to), arguments.policy))
+    return EXIT_DONE
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from grpo_jax.observability.report import build_report
+    from grpo_jax.storage.bucket import Bucket
+
+    for name in arguments.runs:
+        bucket = Bucket(name)
+        run_dir = bucket.local_path() if bucket.is_local else Path.cwd()
+        report = build_report(run_dir, bucket)
+        print(f"{report.headline}\nreport: {report.html_path}  picture: {report.png_path}")
+    return EXIT_DONE
+
+
+def _learner(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.run import place
+
+    config = _role_config(arguments, "learner")
+    config, run_dir = place(config, arguments.dir)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    from grpo_jax.learner.loop import run_learner
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_learner(config, run_dir, stop, hold=arguments.hold)
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    config = _role_config(arguments, "worker")
+    from grpo_jax.rollouts.worker import run_worker
+
+    return run_worker(config, arguments.proxy, arguments.id)
+
+
+def _generator(arguments: argparse.Namespace) -> int:
+    config = _role_config(arguments, "generator")
+    from grpo_jax.cache import cache_dir
+    from grpo_jax.generator.agent import run_generator
+
+    work_dir = Path(arguments.dir) if arguments.dir else cache_dir() / "generators" / config.run / arguments.id
+    return run_generator(config, arguments.id, work_dir, arguments.url)
+
+
+def _proxy(arguments: argparse.Namespace) -> int:
+    config = _role_config(arguments, "proxy")
+    from grpo_jax.proxy.app import run_proxy
+
+    port = config.proxy.port if arguments.port is None else arguments.port
+    return run_proxy(config, arguments.host or config.proxy.host, port)
+
+
+def _role_config(arguments: argparse.Namespace, role: str) -> "Config":
+    from grpo_jax.config.load import load_config
+    from grpo_jax.jobs.local import default_environment
+    from grpo_jax.jobs.processes import leave_with_parent
+
+    default_environment()
+    _configure_logging(role, logging.INFO)
+    leave_with_parent()
+    overrides = [f"bucket={arguments.bucket}"] if arguments.bucket else []
+    return load_config(arguments.config, overrides)
+
+
+def _configure_logging(role: str, level: int) -> None:
+    from grpo_jax.observability.logs import configure_logging
+
+    configure_logging(role, None)
+    logging.getLogger().setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

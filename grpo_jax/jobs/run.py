@@ -1,0 +1,125 @@
+"""`grpo-jax run` and `grpo_jax.run`: a whole run on this machine, from the config to the report."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_jax.adapters.names import RUN_NAME
+from grpo_jax.cache import cache_dir
+from grpo_jax.config.compare import differing_keys
+from grpo_jax.config.plan import check_config
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
+from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
+from grpo_jax.observability.progress import RunProgress
+from grpo_jax.observability.report import Report, build_report
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+# A learner writes its state every second; one that is silent for so long does not live.
+_ALIVE_S = 4.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: exit code, its directory, and its report if there is one."""
+
+    exit_code: int
+    run_dir: Path
+    report: Report | None
+    message: str
+
+
+def place(config: Config, run_dir: str | None) -> tuple[Config, Path]:
+    """The config with its bucket and run as `--dir` says, and the local run directory.
+
+    A directory bucket holds the run itself; for any other bucket the run directory is a local cache, by default in
+    the user's.
+    """
+    bucket = Bucket(config.bucket)
+    if bucket.is_local:
+        if run_dir is None:
+            return config.model_copy(update={"bucket": str(bucket.local_path())}), bucket.local_path(config.run)
+        path = Path(run_dir).absolute()
+        if not RUN_NAME.fullmatch(path.name):
+            raise UsageError(
+                f"--dir: {path.name!r} cannot name a run (a-z, 0-9, '-' and '_', starting with a letter or digit)"
+            )
+        return config.model_copy(update={"bucket": str(path.parent), "run": path.name}), path
+    return config, Path(run_dir).absolute() if run_dir else cache_dir() / "runs" / config.run
+
+
+def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
+    """Starts, resumes or (if it is finished) only reports a run. What it started has ended on return."""
+    default_environment()
+    bucket = Bucket(config.bucket)
+    run = bucket.child(config.run)
+    record = RecordReader(run, layout.RUN).read()
+    if record is not None or run.list(layout.INCARNATIONS):
+        _refuse_living(run)
+    if fresh:
+        run.delete_folder()
+        record = None
+    if record is not None:
+        differing = differing_keys(record["config"], config.model_dump(mode="json"))
+        if differing:
+            raise UsageError(
+                f"the run {config.run} exists with another config; differing: {', '.join(differing)} "
+                "(--fresh starts it anew, --dir names another run)"
+            )
+        if record["status"] == "finished" and record["config"]["steps"] >= config.steps:
+            return _finished(run, run_dir, "finished already")
+    check_config(config)
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with stop_on_signals() as stop:
+        supervisor = Supervisor(config, run_dir)
+        message = ""
+        try:
+            supervisor.start()
+            with RunProgress(run, run_dir, config.steps) as progress:
+                while not stop.is_set():
+                    done = supervisor.poll()
+                    progress.update()
+                    if done:
+                        supervisor.leave()
+                        return _finished(run, run_dir, "finished")
+                    time.sleep(_POLL_S)
+            supervisor.stop()
+            return RunResult(EXIT_RESUMABLE, run_dir, None, f"interrupted; the same command goes on ({run_dir})")
+        except RunFailed as error:
+            message = str(error)
+        finally:
+            supervisor.stop()
+    return RunResult(EXIT_FAILED, run_dir, _report(run, run_dir), f"failed: {message}; logs in {run_dir / 'logs'}")
+
+
+def _refuse_living(run: Bucket) -> None:
+    """A run has one learner: refuses if another one is writing its state."""
+    reader = RecordReader(run, layout.LEARNER_STATE)
+    first = reader.read()
+    if first is None or first["phase"] == "done":
+        return
+    deadline = time.monotonic() + _ALIVE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.25)
+        if reader.read() != first:
+            raise UsageError(f"the learner of this run is alive ({run.url}); stop it first, or use another --dir")
+
+
+def _finished(run: Bucket, run_dir: Path, how: str) -> RunResult:
+    report = _report(run, run_dir)
+    return RunResult(EXIT_DONE, run_dir, report, f"{how}: {report.headline}" if report else how)
+
+
+def _report(run: Bucket, run_dir: Path) -> Report | None:
+    try:
+        return build_report(run_dir, run)
+    except Exception:
+        log.exception("the report could not be written")
+        return None

@@ -1,0 +1,74 @@
+"""`grpo-jax sample`: the base model's completions and rewards, by the same roles and code paths as a run."""
+
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from grpo_jax.config.plan import check_config
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
+from grpo_jax.jobs.local import Supervisor, default_environment, last_line, stop_on_signals
+from grpo_jax.learner.batch import trainable
+from grpo_jax.rollouts.sample import Group
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.spool import SpoolReader
+
+_SHOWN = 8
+
+
+def sample_base(config: Config, n: int) -> int:
+    """Samples at least `n` completions of v0 (the base) in whole groups and prints them with their rewards."""
+    default_environment()
+    groups_wanted = math.ceil(n / config.batch.group_size)
+    with tempfile.TemporaryDirectory(prefix="grpo_jax-sample-") as name, stop_on_signals() as stop:
+        # One step of all groups under v0: admission lets them all start, the learner publishes and only holds.
+        config = config.model_copy(
+            update={
+                "bucket": name,
+                "steps": 1,
+                "batch": config.batch.model_copy(update={"prompts_per_step": groups_wanted}),
+                "evaluation": config.evaluation.model_copy(update={"samples": 0}),
+            }
+        )
+        check_config(config)
+        run_dir = Path(name) / config.run
+        run_dir.mkdir()
+        supervisor = Supervisor(config, run_dir, learner_arguments=("--hold",))
+        spool, groups = SpoolReader(Bucket(name).child(config.run)), list[Group]()
+        try:
+            supervisor.start()
+            while len(groups) < groups_wanted:
+                if stop.is_set():
+                    return EXIT_RESUMABLE
+                supervisor.poll()
+                groups += spool.poll()
+                time.sleep(0.2)
+        except RunFailed as error:
+            logs = "; ".join(f"{path.stem}: {last_line(path)}" for path in sorted(supervisor.logs.glob("*.log")))
+            raise RunFailed(f"{error} ({logs})") from None
+        finally:
+            supervisor.stop()
+        _print(groups)
+    return EXIT_DONE
+
+
+def _print(groups: list[Group]) -> None:
+    table = Table("problem", "completion", "reward", "finish")
+    for group in groups[:_SHOWN]:
+        for sample in group.samples[:2]:
+            reward = "unscorable" if sample.reward is None else f"{sample.reward:g}"
+            table.add_row(group.provenance.problem_id, sample.text, reward, sample.finish_reason)
+    Console().print(table)
+    rewards = [group.rewards[trainable(group)] for group in groups]
+    mixed = float(np.mean([r.std() > 0 for r in rewards]))
+    scored = np.concatenate(rewards)
+    lengths = [len(sample.tokens) for group in groups for sample in group.samples]
+    print(
+        f"{len(scored)} completions of {len(groups)} prompts: mean reward {scored.mean():.3f}, {mixed:.0%} of the groups "
+        f"are mixed (only those teach anything), {np.mean(lengths):.1f} tokens a completion"
+    )

@@ -1,0 +1,117 @@
+"""Which group may start when (DESIGN §2.6). Pure bookkeeping: no clock, no I/O.
+
+Data index d (0, 1, 2, …) is one place in the endless sequence of problems. Each index is fresh, pending (to be drawn
+again), running, done or skipped. *Live* groups are those running, and those done that nobody dropped; the k-th of them
+(k from 0) starts iff `k < (S + 1 + s) * gpv`, s the version it is sampled with, and `k < total`.
+
+Why that bounds staleness by S: a group that is consumed as the j-th in start order was started when at least j groups
+were live, so j < (S + 1 + s) * gpv, and the learner that consumes it is at version j // gpv <= S + s.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Ticket:
+    """One attempt at one data index."""
+
+    index: int
+    attempt: int
+
+
+class Admission:
+    """Call it from one thread. Every call names the attempt it is about, so a late or repeated one changes nothing.
+
+    Attributes:
+      total: groups that the run trains in all; may grow when a run is continued with more steps.
+      skipped: data index → reason, for those given up after `max_redraws` further attempts.
+      redraws: attempts that were put back to be drawn again since this object was made.
+    """
+
+    def __init__(self, *, max_staleness: int, groups_per_version: int, total: int, max_redraws: int):
+        self._max_staleness, self._groups_per_version = max_staleness, groups_per_version
+        self._max_redraws = max_redraws
+        self.total = total
+        self.skipped: dict[int, str] = {}
+        self.redraws = 0
+        self._fresh = 0  # the lowest index that was never started
+        self._pending: list[Ticket] = []  # heap: the lowest index is drawn again first
+        self._running: dict[int, int] = {}  # index → attempt
+        self._done: dict[int, int] = {}
+
+    @property
+    def live(self) -> int:
+        return len(self._running) + len(self._done)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def start(self, version: int) -> Ticket | None:
+        """The next group to sample under policy `version`, now running; None while none may start."""
+        if self.live >= self.total or self._is_ahead(version):
+            return None
+        if self._pending:
+            ticket = heapq.heappop(self._pending)
+        else:
+            ticket = Ticket(self._fresh, 0)
+            self._fresh += 1
+        self._running[ticket.index] = ticket.attempt
+        return ticket
+
+    def is_paced(self, version: int) -> bool:
+        """Whether staleness alone keeps the next group from starting: there is work left, and no room for it yet."""
+        return self.live < self.total and self._is_ahead(version)
+
+    def finish(self, ticket: Ticket) -> None:
+        """The group of `ticket` is in the spool."""
+        if self._running.get(ticket.index) == ticket.attempt:
+            self._done[ticket.index] = self._running.pop(ticket.index)
+
+    def drop(self, ticket: Ticket, reason: str) -> None:
+        """The group of `ticket` will never be trained: its number is free again, its index is drawn again or skipped.
+
+        The worker drops what it could not score, the learner what is in the spool. Dropping twice is dropping once.
+        """
+        for table in (self._running, self._done):
+            if table.get(ticket.index) == ticket.attempt:
+                del table[ticket.index]
+                self._put_back(ticket, reason)
+                self.redraws += ticket.index not in self.skipped
+
+    def restore(
+        self, in_spool: Iterable[Ticket], drops: Mapping[Ticket, str], skipped: Mapping[int, str] | None = None
+    ) -> None:
+        """Goes on where an earlier life of the worker stopped; call it first.
+
+        What that life had started and not finished left no trace: those indices are started again, as the same attempt.
+
+        Args:
+          in_spool: every group that was ever written.
+          drops: what the learner has dropped, with its reasons.
+          skipped: the indices that the earlier life had given up, with its reasons.
+        """
+        newest: dict[int, int] = {}
+        for ticket in (*in_spool, *drops):
+            newest[ticket.index] = max(ticket.attempt, newest.get(ticket.index, 0))
+        for ticket in (Ticket(index, attempt) for index, attempt in newest.items()):
+            if ticket not in drops:
+                self._done[ticket.index] = ticket.attempt
+            elif ticket.index not in (skipped or {}):
+                self._put_back(ticket, drops[ticket])
+        self.skipped.update({index: reason for index, reason in (skipped or {}).items() if index not in self._done})
+        self._fresh = 1 + max((*newest, *self.skipped), default=-1)
+        for index in range(self._fresh):
+            if index not in newest and index not in self.skipped:
+                heapq.heappush(self._pending, Ticket(index, 0))
+
+    def _is_ahead(self, version: int) -> bool:
+        return self.live >= (self._max_staleness + 1 + version) * self._groups_per_version
+
+    def _put_back(self, ticket: Ticket, reason: str) -> None:
+        if ticket.attempt < self._max_redraws:
+            heapq.heappush(self._pending, Ticket(ticket.index, ticket.attempt + 1))
+        else:
+            self.skipped[ticket.index] = reason

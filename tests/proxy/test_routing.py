@@ -1,0 +1,191 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yarl import URL
+
+from grpo_jax.proxy.backoff import MAX_DELAY_S, TRIAL_S
+from grpo_jax.proxy.routing import LATEST, Lease, Route, Router
+from tests.proxy.harness import OTHER_RUN, PROBE, RUN, V0, V1, V2
+
+NOW = 1000.0
+
+
+def _router(**proved: list[str]) -> Router:
+    router = Router(RUN, memory_s=60.0)
+    router.complete = True
+    for id, names in proved.items():
+        router.observe(id, URL(f"http://{id}:1"), True, names, NOW)
+    return router
+
+
+def _begin(router: Router, model: str, samples: int = 1, now: float = NOW) -> Lease:
+    route = router.choose(model, now)
+    assert route is not None
+    return router.begin(route, samples, now)
+
+
+def _name(route: Route | None) -> tuple[str, str] | None:
+    return None if route is None else (route.replica.id, route.policy)
+
+
+def test_only_replicas_that_proved_a_policy_get_it() -> None:
+    router = _router(a=[V0], b=[V0, V1])
+    assert _name(router.choose(V1, NOW)) == ("b", V1)
+    assert router.choose(V2, NOW) is None
+
+
+def test_probes_other_runs_quarantined_and_foreign_names_are_never_routed() -> None:
+    router = _router(a=[PROBE, OTHER_RUN, "smollm2", "../etc"])
+    router.observe("b", URL("http://b:1"), True, [V1, PROBE], NOW, quarantined={V1: "canary differs"})
+    for model in (PROBE, OTHER_RUN, "smollm2", "../etc", V1, LATEST):
+        assert router.choose(model, NOW) is None, model
+    assert "canary differs" in router.why_none(V1)
+    assert not router.knows(PROBE)
+    assert not router.knows(OTHER_RUN)
+
+
+def test_latest_is_the_newest_of_the_replica_that_load_chooses() -> None:
+    router = _router(a=[V0, V1], b=[V0])
+    first = _begin(router, LATEST, samples=8)
+    assert (first.replica.id, first.policy) == ("a", V1)
+    assert _name(router.choose(LATEST, NOW)) == ("b", V0)
+    _begin(router, LATEST, samples=9)
+    assert _name(router.choose(LATEST, NOW)) == ("a", V1)
+
+
+def test_of_two_lineages_with_one_version_the_one_proved_later_is_the_latest() -> None:
+    again = "r.v000001.00000000"
+    assert _name(_router(a=[V0, V1, again]).choose(LATEST, NOW)) == ("a", again)
+    assert _name(_router(a=[again, V0, V1]).choose(LATEST, NOW)) == ("a", V1)
+
+
+def test_load_counts_samples_and_equals_take_turns() -> None:
+    router = _router(a=[V0], b=[V0], c=[V0])
+    leases = [_begin(router, V0, samples=4) for _ in range(3)]
+    assert {lease.replica.id for lease in leases} == {"a", "b", "c"}
+    for lease in leases:
+        router.end(lease)
+    assert _name(router.choose(V0, NOW)) == (leases[0].replica.id, V0)  # the least recently used
+    router.begin(Route(router.replicas["a"], V0), 1, NOW)
+    router.begin(Route(router.replicas["b"], V0), 16, NOW)
+    router.begin(Route(router.replicas["c"], V0), 2, NOW)
+    assert _name(router.choose(V0, NOW)) == ("a", V0)
+
+
+def test_a_struck_replica_is_left_alone_then_tried_by_one() -> None:
+    router = _router(a=[V0, V1])
+    lease = _begin(router, V0)
+    router.strike(lease, NOW, "answered 500")
+    router.end(lease)
+    assert router.choose(V1, NOW) is None
+    assert "answered 500" in router.why_none(V1)
+    later = router.replicas["a"].health.until
+    trial = _begin(router, V0, now=later)
+    assert router.choose(V0, later) is None
+    router.succeeded(trial)
+    assert router.choose(V0, later) is not None
+
+
+def test_a_denied_policy_is_struck_alone() -> None:
+    router = _router(a=[V0, V1])
+    lease = _begin(router, V0)
+    router.strike(lease, NOW, f"answered 404 for {V0}", policy_only=True)
+    router.end(lease)
+    assert router.choose(V0, NOW) is None
+    assert _name(router.choose(V1, NOW)) == ("a", V1)
+
+
+def test_latest_never_falls_back_to_an_older_version_of_a_replica_that_denies_its_newest() -> None:
+    router = _router(a=[V0, V1], b=[V0])
+    router.begin(Route(router.replicas["b"], V0), 100, NOW)
+    lease = _begin(router, LATEST)
+    assert lease.policy == V1
+    router.strike(lease, NOW, "answered 404", policy_only=True)
+    router.end(lease)
+    assert _name(router.choose(LATEST, NOW)) == ("b", V0)
+
+
+def test_strikes_end_with_a_new_proof_or_a_new_address() -> None:
+    router = _router(a=[V0])
+    router.strike(_begin(router, V0), NOW, "404", policy_only=True)
+    url = URL("http://a:1")
+    router.observe("a", url, True, [V0], NOW)
+    assert router.choose(V0, NOW) is None
+    router.observe("a", url, True, [], NOW)
+    router.observe("a", url, True, [V0], NOW)
+    assert router.choose(V0, NOW) is not None
+    router.strike(_begin(router, V0), NOW, "refused")
+    router.observe("a", url, True, [V0], NOW)
+    assert router.choose(V0, NOW) is None
+    router.observe("a", URL("http://a:2"), True, [V0], NOW)
+    assert router.choose(V0, NOW) is not None
+
+
+def test_a_policy_stays_known_for_a_while_after_it_is_gone() -> None:
+    router = _router(a=[V0])
+    router.observe("a", URL("http://a:1"), True, [], NOW + 1, loaded=[V1], quarantined={V2: "why"})
+    assert all(router.knows(name) for name in (V0, V1, V2))
+    router.observe("a", URL("http://a:1"), True, [], NOW + 62)
+    assert not any(router.knows(name) for name in (V0, V1, V2))
+
+
+def test_nothing_is_called_unknown_before_the_fleet_has_been_looked_at() -> None:
+    router = Router(RUN, memory_s=60.0)
+    assert router.knows(V0)
+    router.complete = True
+    assert not router.knows(V0)
+
+
+_NAMES = st.sampled_from([V0, V1, V2, PROBE, OTHER_RUN])
+_REPLICAS = st.dictionaries(
+    st.sampled_from("abcd"), st.tuples(st.booleans(), st.lists(_NAMES, unique=True), st.lists(_NAMES)), max_size=4
+)
+_EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from([V0, V1, V2, LATEST]),
+        st.integers(1, 16),
+        st.sampled_from(["ok", "fault", "denied", "stays"]),
+        st.floats(0, 3),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_REPLICAS, _EVENTS)
+def test_whatever_happens_the_choice_is_sound_and_loads_add_up(
+    replicas: dict[str, tuple[bool, list[str], list[str]]], events: list[tuple[str, int, str, float]]
+) -> None:
+    router, now, open_samples = Router(RUN, memory_s=60.0), NOW, 0
+    for id, (ready, proved, quarantined) in replicas.items():
+        router.observe(id, URL(f"http://{id}:1"), ready, proved, now, dict.fromkeys(quarantined, "bad"))
+    for model, samples, outcome, passed in events:
+        now += passed
+        route = router.choose(model, now)
+        if route is None:
+            continue
+        ready, proved, quarantined = replicas[route.replica.id]
+        assert ready
+        assert route.policy in proved
+        assert route.policy not in quarantined
+        assert route.policy in (V0, V1, V2)
+        rivals = [r for r in router.replicas.values() if r.serves((r.newest or "") if model == LATEST else model, now)]
+        assert route.replica.in_flight == min(r.in_flight for r in rivals)
+        if model == LATEST:
+            assert route.policy == max(n for n in proved if n in (V0, V1, V2) and n not in quarantined)
+        else:
+            assert route.policy == model
+        lease = router.begin(route, samples, now)
+        if outcome == "stays":
+            open_samples += samples
+            continue
+        if outcome == "ok":
+            router.succeeded(lease)
+        else:
+            router.strike(lease, now, outcome, policy_only=outcome == "denied")
+            assert not route.replica.serves(route.policy, now)
+        router.end(lease)
+    assert sum(r.in_flight for r in router.replicas.values()) == open_samples
+    # Left alone long enough, everything that is ready and proved can be had again.
+    far = now + MAX_DELAY_S + TRIAL_S
+    for replica in router.replicas.values():
+        assert all(replica.serves(name, far) for name in replica.proved) or not replica.ready

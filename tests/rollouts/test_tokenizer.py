@@ -1,0 +1,77 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import UsageError
+from grpo_jax.rollouts.tasks import Problem
+from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
+from tests.rollouts.conftest import WORDS
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Any:
+    return load_tokenizer(model_dir)
+
+
+def words(tokens: tuple[int, ...]) -> str:
+    return " ".join(WORDS[token] for token in tokens)
+
+
+def test_a_prompt_is_the_chat_template_s_with_the_generation_prompt(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    prompts = Prompts(make_config(), tokenizer)
+    assert words(prompts.tokens(Problem("a", "word1 ?"))) == "<user> word1 ? <eos> <assistant>"
+
+
+def test_messages_and_system_prompt_go_through_the_template(make_config: Callable[..., Config], tokenizer: Any) -> None:
+    config = make_config(task={"source": "tests.rollouts.toys:letters", "system_prompt": "word9"})
+    chat = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
+    found = words(Prompts(config, tokenizer).tokens(Problem("a", chat)))
+    assert found == "<system> word9 <eos> <user> word1 <eos> <assistant> word2 <eos> <assistant>"
+
+
+def test_equal_ids_with_different_prompts_are_not_mixed_up(make_config: Callable[..., Config], tokenizer: Any) -> None:
+    prompts = Prompts(make_config(), tokenizer)
+    assert prompts.tokens(Problem("a", "word1")) != prompts.tokens(Problem("a", "word2"))
+    assert prompts.tokens(Problem("a", "word1")) is prompts.tokens(Problem("b", "word1"))
+
+
+@pytest.mark.parametrize(("row_tokens", "fits"), [(10, True), (9, False)])
+def test_a_prompt_that_does_not_fit_with_its_completion_names_task_and_problem(
+    make_config: Callable[..., Config], tokenizer: Any, row_tokens: int, fits: bool
+) -> None:
+    config = make_config(batch={"row_tokens": row_tokens})
+    prompts = Prompts(config, tokenizer)
+    problem = Problem("p7", "word1 ?")  # 5 tokens; max_tokens is 5
+    if fits:
+        assert len(prompts.tokens(problem)) == 5
+        return
+    with pytest.raises(UsageError) as error:
+        prompts.tokens(problem)
+    message = str(error.value)
+    assert message.startswith("batch.row_tokens: problem 'p7' of task tests.rollouts.toys:letters")
+    assert "5 tokens" in message
+
+
+def test_a_directory_without_a_tokenizer_or_template_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="model.source"):
+        load_tokenizer(tmp_path)
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match="model.source"):
+        load_tokenizer(broken)
+    bare = tmp_path / "bare"
+    shutil.copytree(model_dir, bare)
+    (bare / "chat_template.jinja").unlink()
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match="no chat template"):
+        load_tokenizer(bare)
