@@ -132,7 +132,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
     for name in arguments.runs:
         bucket = Bucket(name)
-        run_dir = bucket.local_path() if bucket.is_local else Path.cwd()
+        # A run in a bucket has no directory of its own here: its report comes into one with its name.
+        run_dir = bucket.local_path() if bucket.is_local else Path(bucket.url.rpartition("/")[2])
+        run_dir.mkdir(exist_ok=True)
         report = build_report(run_dir, bucket)
         print(f"{report.headline}\nreport: {report.html_path}  picture: {report.png_path}")
     return EXIT_DONE

@@ -51,7 +51,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
             value = stacked if layer is None else stacked[layer]
             tensors[leaf.hf_name(layer)] = np.ascontiguousarray(value.T if leaf.transposed else value)
     # Small embeddings: the head is tied to them, and sampling should be neither uniform nor decided.
-    tensors["model.embed_tokens.weight"] *= 0.3
+    tensors["model.embed_tokens.weight"] = 0.3 * tensors["model.embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save_pretrained(folder)
     return folder

@@ -1,11 +1,11 @@
 """What a config means before anything is started: shapes, sizes, costs, and whether task, rewards and prompts fit."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
-from grpo_jax.generator.vllm import max_model_len, server_arguments
+from grpo_jax.generator.vllm import max_model_len, on_cpu, vllm_flags
 from grpo_jax.models.config import ModelConfig, parameter_count, projection_shapes, resolve_targets
 from grpo_jax.models.source import resolve_model
 from grpo_jax.rollouts.rewards import load_rewards
@@ -49,7 +49,7 @@ def check_config(config: Config, *, offline: bool = False) -> Plan:
         ("longest prompt", f"{longest} tokens, + {config.sampling.max_tokens} new ≤ row of {config.batch.row_tokens}")
     )
     if config.generator.engine == "vllm" and config.generator.replicas:
-        rows.append(("vLLM", " ".join(server_arguments(config, directory, port=0, seed=config.seed))))
+        rows.append(("vLLM", " ".join(vllm_flags(config, directory, port=0, seed=config.seed, cpu=on_cpu()))))
     return Plan(rows)
 
 
@@ -83,7 +83,7 @@ def _model_rows(config: Config, model: ModelConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _longest_prompt(config: Config, splits: Splits, directory: Any) -> int:
+def _longest_prompt(config: Config, splits: Splits, directory: Path) -> int:
     """Tokens of the longest prompt; UsageError when one does not fit into a row with its completion."""
     from transformers import AutoTokenizer
 

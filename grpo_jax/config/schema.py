@@ -22,7 +22,8 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # No infinity or NaN: a config is recorded as JSON, which has neither.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _run_name(value: str) -> str:
@@ -160,6 +161,7 @@ class Generator(Section):
     engine: Literal["vllm", "reference"] = "vllm"
     replicas: int = Field(1, ge=0, description="started by `run` on this machine")
     host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: a free one")
     kv_cache_memory_gb: float | None = Field(None, gt=0, description="None: vLLM decides (CPU: 0.5)")
     max_num_seqs: int = Field(64, ge=1)
     block_size: int | None = Field(None, ge=8)

@@ -1,10 +1,11 @@
 """A LoRA layer for vLLM's CPU backend: one pair of matrix products per adapter in a batch.
 
-The stock layer gathers a copy of A and B for every token, in float32, and multiplies token by token; it also indexes the slots
-with -1 for tokens without an adapter, so that those get the adapter of the last slot. Here the tokens of each adapter are
-multiplied at once (a batch of one adapter needs no gathering at all), and tokens without one are left as they are.
+The stock layer gathers a copy of A and B for every token, in float32, and multiplies token by token; it also indexes
+the slots with -1 for tokens without an adapter, so that those get the adapter of the last slot. Here the tokens of each
+adapter are multiplied at once (a batch of one adapter needs no gathering), and tokens without one are left alone.
 
-This depends on vLLM's internals, so it is installed only into versions it was tested with. Imported only inside vLLM's processes.
+This depends on vLLM's internals, so it is installed only into versions it was tested with. Imported only inside vLLM's
+processes.
 """
 
 import logging
@@ -65,10 +66,11 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def install() -> bool:
-    """Makes vLLM use the class above; returns whether it did. An untested version keeps its own layer, with a warning."""
+    """Makes vLLM use the class above; returns whether it did. An untested version keeps its own layer, and warns."""
     if vllm.__version__ not in TESTED_VERSIONS:
         log.warning("vLLM %s keeps its own LoRA layer: ours is tested with %s", vllm.__version__, set(TESTED_VERSIONS))
         return False
     name = f"{__name__}.{GroupedPunicaWrapperCPU.__name__}"
-    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: name)
+    platform: Any = CpuPlatform
+    platform.get_punica_wrapper = classmethod(lambda cls: name)
     return True

@@ -1,8 +1,8 @@
 """`python -m grpo_jax.generator.launch_vllm …`: vLLM's OpenAI server, tied to the life of the agent.
 
-vLLM computes in child processes that it spawns, and `multiprocessing` imports the main module again in each of them, under the
-name `__mp_main__`. So what stands at the end of this file runs in every process of the server, before any of vLLM does: each
-of them dies with its parent, and the one that computes gets the faster LoRA layer on a CPU.
+vLLM computes in child processes that it spawns, and `multiprocessing` imports the main module again in each of them,
+under the name `__mp_main__`. So what stands at the end of this file runs in every process of the server, before any of
+vLLM does: each of them dies with its parent, and the one that computes gets the faster LoRA layer on a CPU.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""From a config and a model directory to the command line and the environment of a vLLM server. Pure; imports no vLLM."""
+"""From a config and a model directory to the command line and environment of a vLLM server. Pure; imports no vLLM."""
 
 import glob
 import hashlib
@@ -17,6 +17,8 @@ from grpo_jax.models.config import resolve_targets
 SERVED_NAME = "base"
 """What the server calls the bare base model. The proxy never routes to it: a policy is always an adapter."""
 
+# What other roles set for transformers where there is to be no torch.
+_UNWANTED = frozenset({"USE_TORCH", "USE_TF", "USE_JAX", "USE_FLAX"})
 _CPU_BLOCK_SIZE = 32
 _CPU_KV_CACHE_GB = 0.5
 
@@ -49,7 +51,7 @@ def max_model_len(config: Config, max_positions: int | None = None) -> int:
 
 
 def engine_seed(config: Config, replica_id: str, start: int) -> int:
-    """`--seed`, 31 bit. Another one for each replica and each start: an engine with the same seed repeats its samples."""
+    """`--seed`, 31 bit. Another one for each replica and start: an engine with the same seed repeats its samples."""
     digest = hashlib.sha256(f"{config.seed}/{config.run}/{replica_id}/{start}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -100,8 +102,8 @@ def vllm_flags(
         "--max-lora-rank": str(config.lora.max_rank),
         "--max-loras": str(config.slots),
         "--max-cpu-loras": str(config.slots),
-        # Without it vLLM adapts the head too: a gather of vocabulary × rank for every token, and, on a CPU, the end of the
-        # engine when prompt log-probabilities (a canary) are asked for beside other requests.
+        # Without it vLLM adapts the head too: a gather of vocabulary × rank for every token and, on a CPU, the end of
+        # the engine when prompt log-probabilities (a canary) are asked for beside other requests.
         "--lora-target-modules": list(resolve_targets(config.lora.targets)),
         # What is stored with a sample must be the probability with which it was drawn, temperature included.
         "--logprobs-mode": "processed_logprobs",
@@ -132,14 +134,14 @@ def vllm_flags(
 
 def _environment(config: Config, cpu: bool, environ: Mapping[str, str], parent_pid: int | None) -> dict[str, str]:
     env = {
-        **environ,
+        **{name: value for name, value in environ.items() if name not in _UNWANTED},
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # The model is a directory: nothing is to be asked of the Hub.
         "HF_HUB_OFFLINE": "1",
         # The launcher reaches vLLM's child processes through `spawn` only.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "PYTHONPATH": _package_path(environ),
+        "PYTHONPATH": package_path(environ),
     }
     if parent_pid is not None:
         env[PARENT_PID] = str(parent_pid)
@@ -147,8 +149,8 @@ def _environment(config: Config, cpu: bool, environ: Mapping[str, str], parent_p
         env |= {
             # Else the first request that wants log-probabilities waits for 7 to 15 s of compilation.
             "TORCHDYNAMO_DISABLE": "1",
-            # Threads that wait in a loop take the cores from those that work, when a learner or a second replica shares the
-            # machine: measured so, 3 tokens a second instead of 38.
+            # Threads that wait in a loop take the cores from those that work, where a learner or a second replica
+            # shares the machine: 3 tokens a second instead of 38 were measured.
             "OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             # With the executor `uni`: one process less to start and to keep in memory.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -157,10 +159,11 @@ def _environment(config: Config, cpu: bool, environ: Mapping[str, str], parent_p
     return env | config.generator.env
 
 
-def _package_path(environ: Mapping[str, str]) -> str:
+def package_path(environ: Mapping[str, str]) -> str:
     """PYTHONPATH under which the server's interpreter finds this package, installed or not."""
     spec = importlib.util.find_spec("grpo_jax")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     root = str(Path(next(iter(spec.submodule_search_locations))).parent)
     return ":".join([root, *filter(None, [environ.get("PYTHONPATH")])])
 

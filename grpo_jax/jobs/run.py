@@ -81,8 +81,8 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
         supervisor = Supervisor(config, run_dir)
         message = ""
         try:
-            supervisor.start()
-            with RunProgress(run, run_dir, config.steps) as progress:
+            with RunProgress(run, run_dir, config.steps, config.fleet_name) as progress:
+                supervisor.start()
                 while not stop.is_set():
                     done = supervisor.poll()
                     progress.update()

@@ -215,7 +215,7 @@ class Learner:
                 "batch/tokens": float(sum(int((b.prompt_ids_RxT > 0).sum()) for b in batches)),
                 "batch/fill": float(np.mean([(b.prompt_ids_RxT > 0).mean() for b in batches])),
                 "batch/trained_tokens": float(sum(b.count for b in batches)),
-                "policy/version": float(self._step // config.sync_every),
+                "policy/version": float(-(-self._step // config.sync_every)),
                 "perf/step_s": finished - started,
                 "perf/rollout_wait_s": batch_ready - started,
                 "perf/fwd_bwd_s": computed - batch_ready,

@@ -106,7 +106,8 @@ def _micro_batch(
     shape, slots = (rows, row_tokens), rows * row_tokens
     tokens, positions, prompt_ids, branch_ids = (np.zeros(shape, np.int32) for _ in range(4))
     slot, target, owner = np.zeros(slots, np.int32), np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
-    sampler, advantage, weight = (np.zeros(slots, dtype) for _ in range(3))
+    values: np.ndarray = np.zeros((3, slots), dtype)
+    sampler, advantage, weight = values
     used = 0
     for row, blocks in enumerate(placed):
         at = 0

@@ -106,7 +106,7 @@ def build_step(
 
     def score(base: Tree, adapter: Tree, batch: StepArrays) -> tuple[jax.Array, jax.Array]:
         ids = (batch.tokens_RxT, batch.positions_RxT, batch.prompt_ids_RxT, batch.branch_ids_RxT)
-        hidden_RxTxD = model.apply({"params": base, "lora": adapter}, *ids)
+        hidden_RxTxD: Any = model.apply({"params": base, "lora": adapter}, *ids)
         hidden_NxD = hidden_RxTxD.reshape(-1, hidden_RxTxD.shape[-1])[batch.slot_N]
         return token_logprobs(
             base, hidden_NxD, batch.target_N, batch.mask_N, config=config, temperature=temperature, chunk=_CHUNK
@@ -126,7 +126,7 @@ def build_step(
     def canary(base: Tree, adapter: Tree, tokens_C: jax.Array) -> jax.Array:
         ids_1xC = jnp.ones((1, tokens_C.shape[0]), jnp.int32)
         positions_1xC = jnp.arange(tokens_C.shape[0])[None]
-        hidden_1xCxD = model.apply(
+        hidden_1xCxD: Any = model.apply(
             {"params": base, "lora": adapter}, tokens_C[None], positions_1xC, ids_1xC, jnp.zeros_like(ids_1xC)
         )
         mask_C = jnp.ones((tokens_C.shape[0] - 1,), bool)

@@ -5,7 +5,10 @@ Two collections: "params" is the frozen base, "lora" what is trained. Used only 
 without the collection "lora" the same call computes the base.
 """
 
+import math
 from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import jax
@@ -105,7 +108,7 @@ class Decoder(nn.Module):
         """hidden_BxTxD after the final norm, in the compute dtype; the state at t predicts the token after t.
 
         Args:
-            tokens_BxT: int32. An id of the vocabulary's size or more yields NaN.
+            tokens_BxT: int32. An id of the vocabulary's size or more turns its row into NaN.
             positions_BxT: int32, rotary positions, whatever the place in the row.
             prompt_ids_BxT: int32, see `attention_mask`.
             branch_ids_BxT: int32, see `attention_mask`.
@@ -140,13 +143,19 @@ def _check_modules(adapter: Mapping[str, Any], lora: LoraConfig | None) -> None:
         raise ValueError(f'"lora" holds {sorted(given)}, but the decoder adapts {sorted(expected)}')
 
 
+@partial(jax.jit, static_argnames=("config", "dtype"))
 def init_params(key: Array, config: ModelConfig, dtype: Any) -> dict[str, Any]:
     """A random base for tests, with the structure of a loaded one (head included); activations stay of order one."""
+    leaves = param_leaves(config)
+    shapes = [leaf.tree_shape(config) for leaf in leaves]
+    ends = list(accumulate(map(math.prod, shapes)))
+    # One draw cut into pieces, because compiling a draw for each shape takes far longer than drawing.
+    noise = jnp.split(jax.random.normal(key, (ends[-1],), dtype), ends[:-1])
     flat = {}
-    for index, leaf in enumerate(param_leaves(config)):
-        noise = jax.random.normal(jax.random.fold_in(key, index), leaf.tree_shape(config), dtype)
+    for leaf, shape, values in zip(leaves, shapes, noise, strict=True):
+        array = values.reshape(shape)
         if leaf.name == "kernel":
-            noise *= leaf.shape[0] ** -0.5
+            array *= leaf.shape[0] ** -0.5
         # Norm scales and biases vary too: were they all ones and zeros, a misplaced one would go unnoticed.
-        flat[leaf.path] = 1 + 0.1 * noise if leaf.name == "scale" else noise
+        flat[leaf.path] = 1 + 0.1 * array if leaf.name == "scale" else array
     return unflatten_dict(flat)

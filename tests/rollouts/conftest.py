@@ -1,7 +1,7 @@
 """A tokenizer that fits on a page, and configs that name it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import pytest
 
 from grpo_jax.config.load import parse_config
 from grpo_jax.config.schema import Config
+from grpo_jax.rollouts import client, evaluation, groups, threads, watch, worker
+from tests.rollouts import toys
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -54,3 +56,18 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., Config]:
         return parse_config(raw, "test")
 
     return make
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short periods of polling and waiting; rewards that hang are let go at the end."""
+    monkeypatch.setattr(worker, "_LOCAL_POLL_S", 0.01)
+    monkeypatch.setattr(worker, "_RECORD_EVERY_S", 0.05)
+    monkeypatch.setattr(watch, "_RUN_EVERY_S", 0.02)
+    monkeypatch.setattr(client, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(groups, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(evaluation, "_ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(threads, "_FIRST_WAIT_S", 0.01)
+    toys.release.clear()
+    yield
+    toys.release.set()

@@ -1,4 +1,4 @@
-"""A real HTTP server in the place of the proxy. It answers as the contract says, unless a test scripts something else."""
+"""A real HTTP server in the place of the proxy. It answers as a proxy does, unless a test scripts something else."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,0 +1,103 @@
+"""Does a replica serve what the learner means? Decided by log-probabilities of a canary prompt, with numpy alone (DESIGN §2.5).
+
+The scale comes from the probe, an adapter with large random A and B. A replica with the right base, key map, orientation and
+scaling reproduces the learner's numbers for it up to rounding; a wrong one is off by about as much as the probe changes the
+base. What rounding amounts to on this replica is then what versions are held to.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+ROUNDING = {"float32": 5e-4, "bfloat16": 0.1}
+"""Mean |Δ| of log-probabilities, in nats, that two sound implementations never exceed at this dtype.
+
+Measured between vLLM and other implementations of a 135M model: float32 6e-6 on average and 7e-5 at most, and below 5e-4
+after training steps; bfloat16 0.04 on average and 0.4 at most. The margin is for larger models and adapters: a good policy that is
+refused stops the run, while a bad one that slips through here has still passed digest, keys and shapes.
+"""
+
+PEAK = 10.0
+"""How far the largest |Δ| of a canary may lie above the bound of the mean: the ratio measured in both dtypes."""
+
+_MARGIN = 4.0
+_REPRODUCED = 0.1
+_SEPARATED = 10.0
+
+Logprobs = Sequence[float] | np.ndarray
+
+
+class NotProved(Exception):
+    """The probe does not prove this replica. The message is one sentence with the numbers."""
+
+
+def calibrate(probe_reference: Logprobs, probe_measured: Logprobs, base_reference: Logprobs, dtype: str) -> float:
+    """Accepts or refuses a replica by its probe.
+
+    Accepted if the replica is at most a tenth as far from the learner's probe as that is from the base, on average, and both
+    are well apart from the base at this dtype.
+
+    Args:
+        probe_reference: the learner's log-probabilities of the canary under the probe.
+        probe_measured: the replica's.
+        base_reference: of the same canary under the base (v0).
+        dtype: what the replica computes in.
+
+    Returns:
+        The bound for `check`: four times the probe's mean |Δ|, or the rounding of the dtype if that is more.
+
+    Raises:
+        NotProved: with the reason.
+    """
+    rounding = ROUNDING[dtype]
+    for name, other in (("replica's", probe_measured), ("base's", base_reference)):
+        if (problem := _incomparable(probe_reference, other)) is not None:
+            raise NotProved(f"the {name} log-probabilities of the probe's canary {problem}")
+    reference, measured, base = (np.asarray(x, np.float64) for x in (probe_reference, probe_measured, base_reference))
+    strength = float(np.mean(np.abs(reference - base)))
+    effect = float(np.mean(np.abs(measured - base)))
+    error = float(np.mean(np.abs(measured - reference)))
+    if strength < _SEPARATED * rounding:
+        raise NotProved(
+            f"the probe proves nothing: it changes the base's log-probabilities by {strength:.3g} on average, "
+            f"and {dtype} needs {_SEPARATED * rounding:.3g}"
+        )
+    if effect < _SEPARATED * rounding:
+        raise NotProved(
+            f"the replica serves the base under the probe's name: it differs from the base by {effect:.3g} on average, "
+            f"the learner's probe by {strength:.3g}"
+        )
+    if error > _REPRODUCED * strength:
+        raise NotProved(
+            f"the replica does not reproduce the probe: it is off by {error:.3g} on average, "
+            f"and the probe is only {strength:.3g} away from the base"
+        )
+    return max(rounding, _MARGIN * error)
+
+
+def check(reference: Logprobs, measured: Logprobs, bound: float) -> str | None:
+    """Why the replica's canary does not agree with the learner's, in one sentence; None if it does.
+
+    Args:
+        bound: of the mean |Δ|, from `calibrate`; the largest may be `PEAK` times as large.
+    """
+    if (problem := _incomparable(reference, measured)) is not None:
+        return f"the replica's log-probabilities of the canary {problem}"
+    difference = np.abs(np.asarray(measured, np.float64) - np.asarray(reference, np.float64))
+    mean, peak = float(np.mean(difference)), float(np.max(difference))
+    if mean > bound or peak > PEAK * bound:
+        return (
+            f"the canary's log-probabilities differ from the learner's by {mean:.3g} on average and {peak:.3g} at most; "
+            f"allowed are {bound:.3g} and {PEAK * bound:.3g}"
+        )
+    return None
+
+
+def _incomparable(reference: Logprobs, other: Logprobs) -> str | None:
+    if len(other) != len(reference) or not len(reference):
+        return f"are {len(other)}, not {len(reference)}"
+    if not np.all(np.isfinite(np.asarray(other, np.float64))):
+        return "are not all finite"
+    if not np.all(np.isfinite(np.asarray(reference, np.float64))):
+        return "have no finite reference"
+    return None

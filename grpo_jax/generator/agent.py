@@ -1,0 +1,231 @@
+"""The agent of one generator: a server, the policies on it, and a heartbeat that says what is proved.
+
+Four tasks share one state and never wait for each other: the supervisor keeps the server running, the observer reads
+what the run wants, the reconciler makes the server hold that, the heartbeat tells the fleet. So a canary that queues
+behind a full batch, or a bucket that hangs, delays nothing else.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, UsageError
+from grpo_jax.generator.client import UNREACHABLE, Load
+from grpo_jax.generator.engines import require_engine, server_command, server_version
+from grpo_jax.generator.observer import Observer
+from grpo_jax.generator.policies import Policies
+from grpo_jax.generator.supervisor import Supervisor
+from grpo_jax.models.source import base_digest, resolve_model
+from grpo_jax.rollouts.threads import in_daemon_thread
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import Record, RecordWriter
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_PAUSE_S = 1.0
+_METRICS_S = 1.0
+_HEARTBEAT_S = 1.0
+_LAST_WORD_S = 5.0
+
+
+def run_generator(config: Config, replica_id: str, work_dir: Path, advertise_url: str | None = None) -> int:
+    """Serves the policies of a run until it is over. Blocks; to be called in the main thread.
+
+    Args:
+        replica_id: names the heartbeat; unique in the fleet.
+        work_dir: local disk, for adapters and the server's log.
+        advertise_url: where others reach the server; by default `generator.host` and the port.
+
+    Returns:
+        0 when the run is over or its learner has been silent for `fleet.idle_exit_s`, 75 after SIGTERM or SIGINT.
+        Nothing is left running in either case.
+
+    Raises:
+        RunFailed: the server cannot be started.
+        UsageError: the model or the engine is not here, or nobody could reach this replica.
+    """
+    if advertise_url is None and config.generator.host in ("0.0.0.0", "::"):
+        raise UsageError("generator.host is a wildcard address: an address for others to reach is needed beside it")
+    require_engine(config)
+    return asyncio.run(_Agent(config, replica_id, work_dir, advertise_url).run())
+
+
+class _Agent:
+    def __init__(self, config: Config, replica_id: str, work_dir: Path, advertise_url: str | None):
+        self._config, self._id, self._work_dir, self._advertise_url = config, replica_id, work_dir, advertise_url
+        self._bucket = Bucket(config.bucket)
+        run = self._bucket.child(config.run)
+        self._incarnation, self._started_at = int(time.time() * 1000), time.time()
+        self._heartbeat_key = layout.replica(config.fleet_name, replica_id)
+        self._writer = RecordWriter(self._bucket, self._heartbeat_key, self._incarnation)
+        self._observer = Observer(run, config.fleet.idle_exit_s)
+        self._policies = Policies(run, work_dir / "adapters", dtype=config.model.dtype, slots=config.slots)
+        self._supervisor: Supervisor | None = None
+        self._base_digest: str | None = None
+        self._load = Load()
+        self._error: str | None = None
+        self._leaving = asyncio.Event()
+        self._soonest_s = 0.25 if self._bucket.is_local else _HEARTBEAT_S
+
+    async def run(self) -> int:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        heartbeat = asyncio.create_task(self._beat())
+        watch = asyncio.create_task(self._observer.watch())
+        tasks = [watch, asyncio.create_task(stopped.wait()), asyncio.create_task(self._serve())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Exception as error:
+            self._error = str(error)
+            raise
+        finally:
+            self._leaving.set()
+            await _cancelled(tasks)
+            await asyncio.wait([heartbeat], timeout=_LAST_WORD_S)
+        log.info("leaving: %s", watch.result() if watch in done else "stopped by a signal")
+        await self._remove_heartbeat()
+        return EXIT_DONE if watch in done else EXIT_RESUMABLE
+
+    async def _serve(self) -> None:
+        """Never returns; raises what makes it impossible to serve. Leaves no process behind."""
+        config = self._config
+        model_dir = await in_daemon_thread(resolve_model, config.model.source)
+        async with aiohttp.ClientSession(trust_env=False) as session:
+            self._supervisor = supervisor = Supervisor(
+                lambda port, start: server_command(
+                    config, model_dir, self._id, port=port, start=self._incarnation + start
+                ),
+                self._work_dir / f"{config.generator.engine}-{self._id}.log",
+                session,
+                host=config.generator.host,
+                port=config.generator.port,
+                start_timeout_s=config.generator.start_timeout_s,
+            )
+            tasks = [
+                asyncio.create_task(self._digest(model_dir)),
+                asyncio.create_task(supervisor.run()),
+                asyncio.create_task(self._reconcile(supervisor)),
+                asyncio.create_task(self._measure(supervisor)),
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                await _cancelled(tasks)
+
+    async def _digest(self, model_dir: Path) -> None:
+        self._base_digest = await in_daemon_thread(base_digest, model_dir)
+
+    async def _reconcile(self, supervisor: Supervisor) -> None:
+        life = supervisor.life
+        while True:
+            busy = False
+            if life != supervisor.life:
+                life = supervisor.life
+                self._policies.forget_server()
+            client, wanted = supervisor.client, self._observer.wanted
+            self._compare_base()
+            try:
+                if client is not None and wanted is not None and self._base_digest is not None:
+                    busy = await self._policies.step(client, wanted)
+                    await self._policies.sweep(self._load)
+                    self._error = None
+            except UNREACHABLE as error:
+                log.info("the server does not answer: %r", error)
+                await asyncio.sleep(_TICK_S)
+            except Exception as error:  # of the bucket, or a bug: neither may end the other policies
+                log.exception("a policy could not be dealt with, and is tried again")
+                self._error = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(_PAUSE_S)
+            if not busy:
+                await asyncio.sleep(_TICK_S)
+
+    def _compare_base(self) -> None:
+        ours, theirs = self._base_digest, self._observer.base_digest
+        wrong = ours is not None and theirs is not None and ours != theirs
+        self._policies.wrong_base = (
+            f"the base model here has the digest {str(ours)[:12]}, and the run's has {str(theirs)[:12]}"
+            if wrong
+            else None
+        )
+
+    async def _measure(self, supervisor: Supervisor) -> None:
+        while True:
+            if (client := supervisor.client) is not None:
+                try:
+                    self._load = await client.load_now()
+                except UNREACHABLE as error:
+                    log.debug("no metrics: %r", error)
+            await asyncio.sleep(_METRICS_S)
+
+    async def _beat(self) -> None:
+        """Writes the heartbeat until the agent leaves, sooner when something changed, and a last time then."""
+        while True:
+            last = self._leaving.is_set()
+            self._policies.changed.clear()
+            try:
+                await in_daemon_thread(self._writer.write, self._record())
+            except Exception as error:  # every kind of bucket raises errors of its own
+                log.warning("the heartbeat cannot be written: %r", error)
+            if last:
+                return
+            if not await _set_within(self._leaving, self._soonest_s):
+                changed = asyncio.create_task(_set_within(self._policies.changed, _HEARTBEAT_S - self._soonest_s))
+                leaving = asyncio.create_task(self._leaving.wait())
+                await asyncio.wait([changed, leaving], return_when=asyncio.FIRST_COMPLETED)
+                await _cancelled([changed, leaving])
+
+    def _record(self) -> Record:
+        config, supervisor = self._config, self._supervisor
+        ready = supervisor is not None and supervisor.client is not None
+        host = f"[{config.generator.host}]" if ":" in config.generator.host else config.generator.host
+        port = supervisor.port if supervisor is not None else config.generator.port
+        error = self._policies.wrong_base or self._error or (supervisor.error if supervisor is not None else None)
+        return {
+            "id": self._id,
+            "url": self._advertise_url or f"http://{host}:{port}",
+            "state": "draining" if self._leaving.is_set() else "ready" if ready else "starting",
+            "runs": [config.run],
+            "base_digest": self._base_digest,
+            "engine": config.generator.engine,
+            "engine_version": server_version(config),
+            "dtype": config.model.dtype,
+            "proved": self._policies.proved if ready else [],
+            "quarantined": self._policies.quarantined,
+            "loaded": list(self._policies.loaded) if ready else [],
+            "running": self._load.running if ready else 0,
+            "waiting": self._load.waiting if ready else 0,
+            "restarts": supervisor.restarts if supervisor is not None else 0,
+            "started_at": self._started_at,
+            "error": error,
+        }
+
+    async def _remove_heartbeat(self) -> None:
+        try:
+            await asyncio.wait_for(in_daemon_thread(self._bucket.delete, self._heartbeat_key), _LAST_WORD_S)
+        except Exception as error:  # it will be found silent instead
+            log.warning("the heartbeat could not be removed: %r", error)
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _cancelled(tasks: list[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

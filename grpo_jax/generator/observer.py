@@ -1,0 +1,78 @@
+"""What an agent reads of its run: whether it goes on, which base it has, which policies it wants."""
+
+import asyncio
+import logging
+import time
+
+from grpo_jax.generator.policies import Wanted
+from grpo_jax.rollouts.threads import in_daemon_thread
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import Record, RecordReader
+
+log = logging.getLogger(__name__)
+
+_FINAL = ("finished", "failed")
+# A final status that stands there at the start may be that of an earlier life, which a learner is about to resume.
+_STALE_END_S = 30.0
+
+
+class Observer:
+    """Polls three records.
+
+    `run.json` comes first; the others are not looked for before it exists, and what is absent not more often than twice
+    a second: some mounts remember an absence.
+    """
+
+    def __init__(self, run: Bucket, idle_exit_s: float):
+        self._run = RecordReader(run, layout.RUN)
+        self._policy = RecordReader(run, layout.POLICY)
+        self._learner = RecordReader(run, layout.LEARNER_STATE)
+        self._idle_exit_s = idle_exit_s
+        self._slow_s = 0.5 if run.is_local else 1.0
+        self._fast_s = 0.2 if run.is_local else 1.0
+        self._first_stamp: tuple[int, int] | None = None
+        self._troubled = False
+        self.base_digest: str | None = None
+        """Of the run, once `run.json` is there."""
+        self.wanted: Wanted | None = None
+
+    async def watch(self) -> str:
+        """Reads until the run is over, and returns why it is."""
+        while True:
+            run = await self._read(self._run)
+            if run is not None:
+                self.base_digest = run["base"]["digest"]
+                if (reason := self._end(run)) is not None:
+                    return reason
+                await self._read(self._learner)
+            silent_s = min(self._learner.silent_s(), self._run.silent_s())
+            if silent_s > self._idle_exit_s:
+                return f"the learner has been silent for {silent_s:.0f} s"
+            await self._watch_policy(run is not None)
+
+    async def _watch_policy(self, may_exist: bool) -> None:
+        """About a second of looking at the pointer alone: that one is wanted fast."""
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            if may_exist and (policy := await self._read(self._policy)) is not None:
+                self.wanted = Wanted(policy["probe"], policy["current"], tuple(policy["window"]))
+            await asyncio.sleep(self._slow_s if self.wanted is None else self._fast_s)
+
+    def _end(self, run: Record) -> str | None:
+        stamp = (run["incarnation"], run["seq"])
+        self._first_stamp = self._first_stamp or stamp
+        fresh = stamp != self._first_stamp or self._run.silent_s() >= _STALE_END_S
+        return f"the run has {run['status']}" if run["status"] in _FINAL and fresh else None
+
+    async def _read(self, reader: RecordReader) -> Record | None:
+        """The newest value, or None; a bucket that fails is one that has nothing new."""
+        try:
+            record = await in_daemon_thread(reader.read)
+        except Exception as error:  # every kind of bucket raises errors of its own
+            if not self._troubled:
+                log.warning("the bucket cannot be read, and is tried again: %r", error)
+            self._troubled = True
+            return None
+        self._troubled = False
+        return record

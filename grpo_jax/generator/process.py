@@ -1,0 +1,99 @@
+"""A server process of an agent: in a session of its own, its output in a file, and gone when it is told to go."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from collections import deque
+from pathlib import Path
+
+from grpo_jax.generator.vllm import Command
+
+_GRACE_S = 4.0
+# A line that says what went wrong: an exception's last line, or a logger's or argparse's error.
+_ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|\berror:|\bERROR\b")
+_LINES_LOOKED_AT = 400
+_LONGEST_QUOTE = 300
+
+
+class ServerProcess:
+    """Start it from the main thread: the server dies with the thread that started it (see `lifeline`)."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, command: Command, log_file: Path) -> "ServerProcess":
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command.argv,
+                env=command.env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(process)
+
+    async def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float = _GRACE_S) -> None:
+        """SIGTERM to the whole session, and SIGKILL to what is left of it after the grace or its leader's end."""
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with _bound(host, 0) as listener:
+        return listener.getsockname()[1]
+
+
+def is_free(host: str, port: int) -> bool:
+    try:
+        _bound(host, port).close()
+    except OSError:
+        return False
+    return True
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Connections of an earlier server that linger are no listener.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def last_error_line(log_file: Path) -> str:
+    """The last line of a log that names an error, or its last line at all."""
+    try:
+        with log_file.open(errors="replace") as file:
+            lines = [line.strip() for line in deque(file, _LINES_LOOKED_AT) if line.strip()]
+    except OSError:
+        lines = []
+    if not lines:
+        return "the log is empty"
+    line = next((line for line in reversed(lines) if _ERROR_LINE.search(line)), lines[-1])
+    return line if len(line) <= _LONGEST_QUOTE else line[: _LONGEST_QUOTE - 1] + "…"
