@@ -146,6 +146,9 @@ class Batch(Section):
     group_size: int = Field(8, ge=2, description="samples of a prompt (G)")
     row_tokens: int = Field(256, ge=8, description="tokens of a packed row")
     rows_per_micro_batch: int = Field(4, ge=1)
+    skip_zero_advantage: bool = Field(
+        True, description="do not forward samples without a gradient; they keep their weight"
+    )
     share_prompt: bool = Field(True, description="one copy of a prompt per group in a row: a group is forwarded once")
 
 

@@ -110,6 +110,7 @@ class Policies:
         self._trying = name
         try:
             await self._try(client, name, keep)
+            self._refused.pop(name, None)
         except _Refused as refused:
             await self._refuse(client, name, _Refusal(str(refused)))
         except AdapterError as error:

@@ -47,10 +47,6 @@ def difference(probe: Make, other: Make) -> str | None:
             f"{layout.ADAPTER_WEIGHTS} {which} unlike the probe "
             f"({len(missing)} keys of the probe are missing, {len(extra)} are unknown)"
         )
-    for key, expected in probe.tensors.items():
-        if other.tensors[key] != expected:
-            found = "{} {}".format(*other.tensors[key])
-            return f"{key} is {found}, and the probe's is {expected[0]} {expected[1]}"
     for file, ours, theirs in (
         (layout.MANIFEST, probe.manifest, other.manifest),
         (layout.ADAPTER_CONFIG, probe.config, other.config),
@@ -58,4 +54,8 @@ def difference(probe: Make, other: Make) -> str | None:
         for field in sorted(ours.keys() | theirs.keys()):
             if ours.get(field) != theirs.get(field):
                 return f"{file} has {field} {theirs.get(field)!r}, and the probe's has {ours.get(field)!r}"
+    for key, expected in probe.tensors.items():
+        if other.tensors[key] != expected:
+            found = "{} {}".format(*other.tensors[key])
+            return f"{key} is {found}, and the probe's is {expected[0]} {expected[1]}"
     return None

@@ -17,11 +17,18 @@ def trainable(group: Group) -> np.ndarray:
     return np.isfinite(group.rewards) & np.array(finite, bool)
 
 
-def train_samples(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainSample]:
+def train_samples(
+    groups: Sequence[Group], algorithm: Algorithm, *, skip_zero_advantage: bool = False
+) -> list[TrainSample]:
     """The samples of one batch, in order, with advantages per group and weights over the whole batch.
 
     Samples that are not trainable, and empty completions, are not in the list. Neither changes what the others weigh:
     an empty completion counts in its group's mean reward, and an untrainable one nowhere.
+
+    Args:
+      skip_zero_advantage: leave out samples whose advantage is exactly 0 (all of a group with equal rewards). Their term
+        and its gradient are 0 in every policy loss, and the weights still span them: only the metrics of their tokens
+        are lost, and the forward pass that they would cost.
     """
     width = max(len(group.samples) for group in groups)
     rewards, valid = np.full((len(groups), width), np.nan), np.zeros((len(groups), width), bool)
@@ -48,5 +55,5 @@ def train_samples(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainSa
         )
         for g, group in enumerate(groups)
         for s, sample in enumerate(group.samples)
-        if valid[g, s] and len(sample.tokens)
+        if valid[g, s] and len(sample.tokens) and not (skip_zero_advantage and advantages[g, s] == 0)
     ]

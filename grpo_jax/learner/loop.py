@@ -174,7 +174,7 @@ class Learner:
         batch_ready = time.time()
         queue = self._ledger.ready(version)
 
-        samples = train_samples(groups, config.algorithm)
+        samples = train_samples(groups, config.algorithm, skip_zero_advantage=config.batch.skip_zero_advantage)
         batches = pack(
             samples,
             row_tokens=config.batch.row_tokens,
@@ -213,7 +213,7 @@ class Learner:
                 **group_metrics(groups, version=version, now=batch_ready),
                 **token_metrics(_token_record(samples, groups, outputs, step, config.sync_every), config.algorithm),
                 "batch/tokens": float(sum(int((b.prompt_ids_RxT > 0).sum()) for b in batches)),
-                "batch/fill": float(np.mean([(b.prompt_ids_RxT > 0).mean() for b in batches])),
+                "batch/fill": float(np.mean([(b.prompt_ids_RxT > 0).mean() for b in batches])) if batches else np.nan,
                 "batch/trained_tokens": float(sum(b.count for b in batches)),
                 "policy/version": float(-(-self._step // config.sync_every)),
                 "perf/step_s": finished - started,

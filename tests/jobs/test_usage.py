@@ -16,7 +16,7 @@ from tests.jobs.harness import tiny_config
         ("lora__targets", ["q_proj", "qq_proj"], "qq_proj"),
         ("lora__targets", "q_proj", "lora.targets: "),
         ("sampling__top_p", 0.9, "sampling.top_p: must be 1"),
-        ("batch__row_tokens", 16, "batch.row_tokens: 16 is too short for problem"),
+        ("batch__row_tokens", 12, "batch.row_tokens: 12 is too short for problem"),
         ("steps", 0, "steps: "),
         ("model__source", "/no/such/model", "model.source: "),
         ("rewards", [{"source": "tests.plugins:nothing"}], "rewards.0.source"),

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from grpo_jax.config.schema import Optimizer
+from grpo_jax.learner.batch import train_samples
 from grpo_jax.learner.packing import pack
 from grpo_jax.learner.step import step_arrays
 from tests.learner.tiny import (
+    ALGORITHM,
     MODEL,
     base_and_lora,
     flat,
@@ -109,6 +111,19 @@ def test_unscorable_broken_and_empty_samples_cost_only_themselves():
     assert len(with_empty) == len(samples_of([good, other]))
     assert with_empty[0].advantage < samples_of([good, other])[0].advantage - 5
     assert np.isfinite(flat(gradient(step, base, lora, with_empty)[1])).all()
+
+
+def test_samples_without_an_advantage_can_be_left_out():
+    step, (base, lora) = make_step(), base_and_lora()
+    rng = np.random.default_rng(6)
+    groups = [make_group(rng, 0), make_group(rng, 1, rewards=[1.0] * 4), make_group(rng, 2)]
+    every = train_samples(groups, ALGORITHM)
+    fewer = train_samples(groups, ALGORITHM, skip_zero_advantage=True)
+    assert len(every) - len(fewer) == 4
+    loss, grads = gradient(step, base, lora, every)
+    same_loss, same = gradient(step, base, lora, fewer)
+    assert same_loss == pytest.approx(loss, abs=1e-6)
+    np.testing.assert_allclose(flat(same), flat(grads), atol=1e-5 * np.linalg.norm(flat(grads)))
 
 
 def test_a_batch_without_a_trainable_sample_has_a_zero_gradient():

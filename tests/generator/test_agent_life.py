@@ -1,0 +1,88 @@
+"""An agent keeps its server alive, follows the window, leaves when the run is over, and never leaves anything behind."""
+
+import os
+import signal
+import time
+
+from grpo_jax.storage import layout
+from tests.generator.agents import alive, wait_until_gone
+
+
+def test_a_killed_server_is_restarted_and_its_policies_proved_again(learner, start_agent):
+    v0 = learner.start()
+    v1 = learner.publish(1, learner.version(1))
+    learner.point(v1, v0)
+    agent = start_agent()
+    agent.proved(v0, v1)
+    first = agent.server_pids()
+    assert first
+    for pid in first:
+        os.kill(pid, signal.SIGKILL)
+    record = agent.wait_for(lambda r: r["restarts"] == 1 and {v0, v1} <= set(r["proved"]))
+    assert record["quarantined"] == {}
+    wait_until_gone(first)
+    assert agent.server_pids()
+
+
+def test_a_late_replica_without_v0_proves_the_window(learner, start_agent):
+    v0 = learner.start()
+    names = [learner.publish(i, learner.version(i)) for i in (1, 2, 3)]
+    learner.bucket.delete_folder(f"{layout.ADAPTERS}/{v0}")
+    learner.point(*reversed(names))
+    agent = start_agent()
+    assert agent.proved(*names)["quarantined"] == {}
+
+
+def test_files_go_after_the_name_was_unloaded(learner, start_agent):
+    v0 = learner.start()
+    agent = start_agent()
+    agent.proved(v0)
+    window = [v0]
+    for i in range(1, 5):  # one more than the slots
+        window = [learner.publish(i, learner.version(i)), *window][:3]
+        learner.point(*window)
+        agent.proved(window[0])
+    agent.wait_for(lambda r: v0 not in r["loaded"] and set(window) <= set(r["proved"]))
+    deadline = time.monotonic() + 30
+    adapters = agent.work_dir / "adapters"
+    while (adapters / v0).exists() or (adapters / learner.probe).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {path.name for path in adapters.iterdir()} == set(agent.heartbeat()["loaded"])
+
+
+def test_sigterm_ends_everything_with_75(learner, start_agent):
+    v0 = learner.start()
+    agent = start_agent()
+    agent.proved(v0)
+    server = agent.server_pids()
+    agent.signal(signal.SIGTERM)
+    assert agent.exit_code() == 75
+    assert not [pid for pid in server if alive(pid)]
+    assert agent.heartbeat() == {}
+
+
+def test_sigkill_of_the_agent_takes_the_server_along(learner, start_agent):
+    v0 = learner.start()
+    agent = start_agent()
+    agent.proved(v0)
+    server = agent.server_pids()
+    assert server
+    agent.signal(signal.SIGKILL)
+    wait_until_gone(server)
+
+
+def test_the_end_of_the_run_ends_the_agent_with_0(learner, start_agent):
+    v0 = learner.start()
+    agent = start_agent()
+    agent.proved(v0)
+    server = agent.server_pids()
+    learner.begin(status="finished")
+    assert agent.exit_code() == 0
+    assert not [pid for pid in server if alive(pid)]
+
+
+def test_a_silent_learner_ends_the_agent_with_0(learner, start_agent):
+    learner.start()
+    agent = start_agent(fleet={"idle_exit_s": 1.5})
+    assert agent.exit_code(60) == 0

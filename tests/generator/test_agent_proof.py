@@ -1,0 +1,150 @@
+"""An agent proves sound policies and quarantines every kind of unsound one, with a reason that names the cause."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from grpo_jax.models.config import LoraConfig
+from grpo_jax.storage import layout
+from tests.generator.agents import AgentProcess
+from tests.generator.conftest import LORA, make_config
+from tests.generator.stand_in import StandIn
+
+
+class Served:
+    """One agent for all tests of this file; each publishes the next version."""
+
+    def __init__(self, learner: StandIn, agent: AgentProcess):
+        self.learner, self.agent, self.v0 = learner, agent, learner.start()
+        self._next = 1
+
+    def next(self, tree: Any, **wrong: Any) -> str:
+        name = self.learner.publish(self._next, tree, **wrong)
+        self._next += 1
+        self.learner.point(name, self.v0)
+        return name
+
+    def tree(self) -> Any:
+        return self.learner.version(self._next)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("proof")
+    learner = StandIn(str(folder / "bucket"), "tiny", tiny_dir, LORA)
+    agent = AgentProcess(make_config(folder / "bucket", tiny_dir), "r0", folder)
+    yield Served(learner, agent)
+    agent.end()
+
+
+def _edited(files: dict[str, bytes], edit: Any) -> dict[str, bytes]:
+    tensors = {key: np.ascontiguousarray(value) for key, value in edit(load(files[layout.ADAPTER_WEIGHTS])).items()}
+    return {**files, layout.ADAPTER_WEIGHTS: save(tensors)}
+
+
+def test_probe_v0_and_v1_are_proved_and_the_probe_leaves(served):
+    served.agent.proved(served.v0)
+    v1 = served.next(served.tree())
+    record = served.agent.proved(served.v0, v1)
+    assert record["state"] == "ready"
+    assert record["quarantined"] == {}
+    assert record["error"] is None
+    assert served.learner.probe not in record["loaded"]
+    assert record["base_digest"] == served.learner.digest
+
+
+KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+EDITS = {
+    "another prefix": (lambda t: {k.replace("base_model.model.", "base_model."): v for k, v in t.items()}, "has the key"),
+    "layers that do not exist": (lambda t: {k.replace("layers.1.", "layers.7."): v for k, v in t.items()}, "has the key"),
+    "a missing factor": (lambda t: {k: v for k, v in t.items() if k != KEY}, "lacks the key"),
+    "a transposed factor": (lambda t: {**t, KEY: t[KEY].T}, f"{KEY} is F32 (64, 4)"),
+    "a garbled factor": (lambda t: {**t, KEY: t[KEY].T.ravel().reshape(t[KEY].shape)}, "differ from the learner's"),
+    "another dtype": (lambda t: {**t, KEY: t[KEY].astype(np.float16)}, "is F16"),
+    "a scale already applied": (lambda t: {k: v * 2 if "lora_B" in k else v for k, v in t.items()}, "differ from"),
+    "a factor that is not a number": (lambda t: {**t, KEY: t[KEY] * np.nan}, "finite"),
+}
+
+
+@pytest.mark.parametrize("fault", EDITS)
+def test_weights_that_are_not_the_learners_are_quarantined(served, fault):
+    edit, reason = EDITS[fault]
+    tree = served.tree()
+    name = served.next(tree, files=_edited(served.learner.files(tree), edit))
+    assert reason in served.agent.quarantined(name)
+    assert name not in served.agent.proved(served.v0)["loaded"]
+
+
+def test_another_alpha_is_quarantined(served):
+    tree = served.tree()
+    name = served.next(tree, files=served.learner.files(tree, alpha=16.0))
+    assert "has lora_alpha 16.0, and the probe's has 8.0" in served.agent.quarantined(name)
+
+
+def test_another_rank_is_quarantined(served):
+    wide = StandIn(served.learner.root, "tiny", served.learner.model_dir, LoraConfig(rank=8, alpha=8.0))
+    tree = wide.version(3)
+    name = served.next(served.tree(), files=wide.files(tree))
+    assert "has r 8, and the probe's has 4" in served.agent.quarantined(name)
+
+
+def test_another_base_in_the_manifest_is_quarantined(served):
+    name = served.next(served.tree(), manifest={"base_digest": "0" * 64})
+    assert "base_digest" in served.agent.quarantined(name)
+
+
+def test_a_corrupt_file_is_quarantined(served):
+    name = served.next(served.tree(), corrupt=layout.ADAPTER_WEIGHTS)
+    assert "does not match its manifest" in served.agent.quarantined(name)
+
+
+def test_the_previous_weights_under_a_new_digest_are_quarantined(served):
+    before, now = served.learner.version(20), served.learner.version(21)
+    name = served.next(now, files=served.learner.files(before), name_of=served.learner.files(now))
+    assert "digest in its name" in served.agent.quarantined(name)
+
+
+def test_the_previous_weights_under_their_own_digest_are_quarantined(served):
+    before, now = served.learner.version(20), served.learner.version(21)
+    name = served.next(now, files=served.learner.files(before))
+    assert "differ from the learner's" in served.agent.quarantined(name)
+
+
+def test_files_that_are_no_tensors_are_quarantined(served):
+    tree = served.tree()
+    name = served.next(tree, files={**served.learner.files(tree), layout.ADAPTER_WEIGHTS: b"nothing of the kind"})
+    assert "cannot be read" in served.agent.quarantined(name)
+
+
+def test_what_was_not_there_yet_is_proved_once_it_is(served):
+    name = served.next(served.tree(), without_manifest=True)
+    assert "does not exist" in served.agent.quarantined(name)
+    served.learner.finish()
+    assert name not in served.agent.proved(name)["quarantined"]
+
+
+def test_another_base_refuses_everything_until_the_run_has_ours(learner, start_agent):
+    right, learner.digest = learner.digest, "f" * 64
+    v0 = learner.start()
+    agent = start_agent()
+    reason = agent.quarantined(v0)
+    assert reason.startswith("the base model here has the digest " + right[:12])
+    assert agent.heartbeat()["error"] == reason
+    learner.digest = right
+    v0 = learner.start()
+    agent.proved(v0)
+
+
+def test_a_replica_that_does_not_reproduce_the_probe_serves_nothing(learner, start_agent):
+    learner.base = jax.tree.map(lambda x: x * 1.1, learner.base)  # the learner's function is another one
+    v0 = learner.start()
+    agent = start_agent()
+    assert "does not reproduce the probe" in agent.quarantined(learner.probe)
+    assert "does not reproduce the probe" in agent.quarantined(v0)
+    assert agent.heartbeat()["proved"] == []
+    assert agent.heartbeat()["loaded"] == []
