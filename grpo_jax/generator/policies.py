@@ -56,7 +56,7 @@ class Policies:
 
     def __init__(self, run: Bucket, folder: Path, *, dtype: str, slots: int):
         self._run, self._folder, self._dtype, self._slots = run, folder, dtype, slots
-        self.loaded: list[str] = []  # oldest first
+        self.loaded: list[str] = []  # in the order of loading
         self._proved: set[str] = set()
         self._refused: dict[str, _Refusal] = {}
         self._deaths: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Policies:
 
     @property
     def proved(self) -> list[str]:
-        """The policies that may be routed to, oldest first."""
+        """The policies that may be routed to, in the order in which they were loaded."""
         return [name for name in self.loaded if name in self._proved]
 
     @property
@@ -101,10 +101,10 @@ class Policies:
             self._probe, self._make, self._bound = wanted.probe, None, None
         keep = {wanted.probe, *wanted.window}
         self._refused = {name: refusal for name, refusal in self._refused.items() if name in keep}
-        name = self._next(wanted)
-        if name is None and time.monotonic() - self._compared_at < _COMPARE_S:
+        if self._next(wanted) is None and time.monotonic() - self._compared_at < _COMPARE_S:
             return False
         await self._compare(client)
+        name = self._next(wanted)
         if name is None:
             return False
         self._trying = name

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 3
 _BACK_OFF_S = (0.5, 2.0, 5.0)
-_STOP_S = 7.0
+_STOP_S = 5.5
 _LEAVE_S = 5.0
 
 

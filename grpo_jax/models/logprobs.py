@@ -43,9 +43,9 @@ def token_logprobs(
         params: the base; its head, or its embedding if tied.
         hidden_NxD: after the final norm.
         targets_N: int32. An id of the vocabulary's size or more yields NaN.
-        mask_N: bool; a chunk without a True is not computed, and is 0. Put what counts first.
+        mask_N: bool, all True by default. A chunk without a True is not computed and yields 0: put what counts first.
         temperature: what logits are divided by, above 0.
-        chunk: positions at a time; the last chunk is padded.
+        chunk: most positions at a time; the last chunk is padded.
 
     Returns:
         logprobs_N: float32 or wider.
@@ -53,6 +53,9 @@ def token_logprobs(
     """
     if temperature <= 0 or chunk < 1:
         raise ValueError(f"temperature {temperature} and chunk {chunk} must be positive")
+
+    count = targets_N.shape[0]
+    chunk = min(chunk, count)
 
     @jax.checkpoint
     def score(hidden_CxD: Array, targets_C: Array) -> tuple[Array, Array]:
@@ -64,13 +67,14 @@ def token_logprobs(
         entropy_C = jnp.log(total_C) - jnp.sum(exps_CxV * scores_CxV, axis=-1) / total_C
         return target_C - jnp.log(total_C), jax.lax.stop_gradient(entropy_C)
 
+    def skip(hidden_CxD: Array, targets_C: Array) -> tuple[Array, Array]:
+        zeros_C = jnp.zeros(targets_C.shape, jnp.promote_types(hidden_CxD.dtype, jnp.float32))
+        return zeros_C, zeros_C
+
     def score_used(chunked: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         hidden_CxD, targets_C, mask_C = chunked
-        wide = jnp.promote_types(hidden_CxD.dtype, jnp.float32)
-        skip = lambda *_: (jnp.zeros(chunk, wide), jnp.zeros(chunk, wide))  # noqa: E731
         return jax.lax.cond(jnp.any(mask_C), score, skip, hidden_CxD, targets_C)
 
-    count = targets_N.shape[0]
     if mask_N is None:
         mask_N = jnp.ones(count, bool)
     padding = -count % chunk

@@ -113,7 +113,7 @@ class Client:
         raise AssertionError("the waits have no end")
 
     async def _attempt(
-        self, method: str, path: str, timeout_s: float, body: Any = None, proxy_retry_s: float = 0.0
+        self, method: str, path: str, timeout_s: float, body: Any = None, proxy_retry_s: float | None = None
     ) -> tuple[Any, str]:
         """(JSON body of a 200, replica id)."""
         try:
@@ -121,7 +121,7 @@ class Client:
                 method,
                 self._url + path,
                 json=body,
-                headers={"x-grpo-deadline-s": f"{proxy_retry_s:g}"},
+                headers={} if proxy_retry_s is None else {"x-grpo-deadline-s": f"{proxy_retry_s:g}"},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
             ) as response:

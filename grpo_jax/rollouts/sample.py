@@ -110,7 +110,8 @@ class Group:
                 ],
             }
         ).decode()
-        return save(tensors, {"group": header, "sha256": _checksum(tensors, header)})
+        # One entry only: safetensors writes several in an order that changes from call to call.
+        return save(tensors, {"group": f"{_checksum(tensors, header)} {header}"})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Group":
@@ -118,8 +119,8 @@ class Group:
         try:
             tensors = load(data)
             metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-            header_text = metadata["group"]
-            if _checksum(tensors, header_text) != metadata["sha256"]:
+            checksum, _, header_text = metadata["group"].partition(" ")
+            if _checksum(tensors, header_text) != checksum:
                 raise GroupError("the checksum does not match the content")
             header = json.loads(header_text)
             lengths = _typed(tensors, "lengths", np.int32)

@@ -15,7 +15,7 @@ _CACHED_PROMPTS = 4096
 def load_tokenizer(model_dir: Path) -> Any:
     """The tokenizer in a Hugging Face directory; UsageError if there is none that can be used.
 
-    A `tokenizer.json` is the whole tokenizer, so it is loaded as it lies there. AutoTokenizer would come to the same, but
+    A `tokenizer.json` is the whole tokenizer, so it is loaded as it lies there. AutoTokenizer comes to the same, but
     imports torch where torch is installed, which takes seven seconds and serves no rollout.
     """
     if not (model_dir / "tokenizer.json").is_file():

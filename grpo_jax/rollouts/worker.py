@@ -5,31 +5,29 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
-from grpo_jax.models.source import resolve_model
 from grpo_jax.rollouts.admission import Admission, Ticket
 from grpo_jax.rollouts.client import Client
 from grpo_jax.rollouts.drawing import Drawer
 from grpo_jax.rollouts.evaluation import Evaluator
 from grpo_jax.rollouts.groups import GroupDropped, GroupMaker
-from grpo_jax.rollouts.rewards import Reward, load_rewards
 from grpo_jax.rollouts.sample import GroupId
 from grpo_jax.rollouts.scoring import Scorer
+from grpo_jax.rollouts.setup import Plugins, load_plugins
 from grpo_jax.rollouts.state import Previous, read_previous, record_body, record_writer
-from grpo_jax.rollouts.tasks import Splits, load_task
 from grpo_jax.rollouts.threads import in_daemon_thread, until_it_works
-from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
 from grpo_jax.rollouts.watch import RunWatch
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.spool import SpoolWriter, group_ids
 
 log = logging.getLogger(__name__)
 
+# Between two looks at the bucket, and between two questions to the proxy while no group may start.
 _LOCAL_POLL_S, _REMOTE_POLL_S = 0.2, 1.0
+_POLICY_POLL_S = 0.2
 _RECORD_EVERY_S = 1.0
 # Between a signal and the return: what is in flight is cancelled, the record is written a last time.
 _STOP_S, _LAST_RECORD_S = 1.0, 0.5
@@ -71,43 +69,17 @@ async def work(config: Config, proxy_url: str, worker_id: str, stop: asyncio.Eve
 
 async def _work(config: Config, proxy_url: str, worker_id: str) -> int:
     run = Bucket(config.bucket).child(config.run)
-    plugins = await in_daemon_thread(_load, config)
+    plugins = await in_daemon_thread(load_plugins, config)
     previous = await until_it_works("reading the worker's record", read_previous, run, worker_id)
     async with Client(proxy_url, config.run, config.rollouts) as client:
         return await _Worker(config, worker_id, run, plugins, previous, client).run()
-
-
-@dataclass(frozen=True)
-class _Plugins:
-    splits: Splits
-    rewards: list[Reward]
-    prompts: Prompts
-
-
-def _load(config: Config) -> _Plugins:
-    splits, rewards = load_task(config.task), load_rewards(config.rewards)
-    split = config.evaluation.split
-    if config.evaluation.samples and not len(splits.get(split, ())):
-        raise UsageError(f"evaluation.split: {config.task.source} has no problems in a split {split!r}")
-    prompts = Prompts(config, load_tokenizer(resolve_model(config.model.source)))
-    problem = splits["train"][0]
-    try:
-        prompts.tokens(problem)
-    except UsageError:
-        raise
-    except Exception as error:  # a chat template raises what it likes
-        raise UsageError(
-            f"task.source: the chat template of {config.model.source} refuses problem {problem.id!r} of "
-            f"{config.task.source}: {error}"
-        ) from None
-    return _Plugins(splits, rewards, prompts)
 
 
 class _Worker:
     """One life of the worker. All of it runs on the event loop; the bucket and sync rewards have threads."""
 
     def __init__(
-        self, config: Config, worker_id: str, run: Bucket, plugins: _Plugins, previous: Previous, client: Client
+        self, config: Config, worker_id: str, run: Bucket, plugins: Plugins, previous: Previous, client: Client
     ):
         self._config, self._run, self._previous, self._client = config, run, previous, client
         self._problems = plugins.splits["train"]
@@ -133,7 +105,7 @@ class _Worker:
         self._phase = "starting"
         self._skipped_in_a_row = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._evaluations: dict[str, asyncio.Task[None]] = {}
+        self._evaluated: set[str] = set()
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -199,7 +171,7 @@ class _Worker:
         paced, before = not self._watch.is_draining and self._admission.is_paced(version), time.monotonic()
         self._changed.clear()
         try:
-            async with asyncio.timeout(self._poll_s):
+            async with asyncio.timeout(_POLICY_POLL_S):
                 await self._changed.wait()
         except TimeoutError:
             pass
@@ -213,12 +185,10 @@ class _Worker:
             group = await self._maker.make(ticket, policy, started_at)
         except GroupDropped as dropped:
             self._drop(ticket, str(dropped), dropped.tokens)
-        except UsageError as error:
-            self._fail(error)
-        else:
-            await until_it_works(f"writing group {group.id}", self._spool.write, group)
-            self._admission.finish(ticket)
-            self._skipped_in_a_row = 0
+            return
+        await until_it_works(f"writing group {group.id}", self._spool.write, group)
+        self._admission.finish(ticket)
+        self._skipped_in_a_row = 0
 
     def _drop(self, ticket: Ticket, reason: str, tokens: int) -> None:
         log.warning("data index %d, attempt %d is dropped: %s", ticket.index, ticket.attempt, reason)
@@ -243,30 +213,30 @@ class _Worker:
             if current == policy:
                 await evaluator.evaluate(policy, until_served=False)
 
-        if self._evaluator is not None and policy not in self._evaluations:
-            self._evaluations[policy] = self._spawn(evaluate(self._evaluator))
+        if self._evaluator is not None and policy not in self._evaluated:
+            self._evaluated.add(policy)
+            self._spawn(evaluate(self._evaluator))
 
     def _evaluate_last(self, policy: str | None) -> None:
-        if self._evaluator is not None and policy is not None and policy not in self._evaluations:
+        if self._evaluator is not None and policy is not None and policy not in self._evaluated:
             self._phase = "evaluating"
-            self._evaluations[policy] = self._spawn(self._evaluator.evaluate(policy, until_served=True))
+            self._evaluated.add(policy)
+            self._spawn(self._evaluator.evaluate(policy, until_served=True))
 
     # ---- life
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except UsageError as error:
+        except UsageError as error:  # the same for every group to come
             self._fail(error)
-        except Exception as error:
-            log.exception("an error in the worker itself")
-            self._fail(RunFailed(f"the rollout worker failed: {error!r}"))
+        except Exception:
+            log.exception("a task of the worker failed; the others go on")
 
     def _fail(self, error: Exception) -> None:
         if not self._failure.done():

@@ -21,7 +21,7 @@ import json, logging, sys
 from pathlib import Path
 from grpo_jax.config.schema import Config
 from grpo_jax.generator.agent import run_generator
-logging.basicConfig(level=logging.INFO)
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
 config, replica, work = sys.argv[1:]
 sys.exit(run_generator(Config.model_validate(json.loads(Path(config).read_text())), replica, Path(work)))
 """
@@ -36,10 +36,14 @@ class AgentProcess:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         self.pid = self._process.pid
-        self._reader = RecordReader(Bucket(config.bucket), layout.replica(config.fleet_name, replica))
+        self._bucket, self._key = Bucket(config.bucket), layout.replica(config.fleet_name, replica)
+        self._reader = RecordReader(self._bucket, self._key)
 
     def heartbeat(self) -> dict[str, Any]:
         return self._reader.read() or {}
+
+    def heartbeat_exists(self) -> bool:
+        return self._bucket.read_or_none(self._key) is not None
 
     def wait_for(self, what: Callable[[dict[str, Any]], Any], wait_s: float = _WAIT_S) -> dict[str, Any]:
         """The first heartbeat that `what` is true of."""

@@ -25,11 +25,20 @@ def make_config(bucket: Path, model_dir: Path, run: str = "tiny", **sections: An
         "task": {"source": "tests.plugins:none"},
         "rewards": [{"source": "tests.plugins:even_first_token"}],
         "batch": {"row_tokens": 64},
-        "generator": {"engine": "reference", "start_timeout_s": 120},
+        # What one server has compiled, the next one finds.
+        "generator": {"engine": "reference", "start_timeout_s": 120, "env": _compile_cache(model_dir.parent / "xla")},
     }
     for section, values in sections.items():
         raw[section] = {**raw.get(section, {}), **values}
     return Config.model_validate(raw)
+
+
+def _compile_cache(folder: Path) -> dict[str, str]:
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
 
 
 @pytest.fixture(scope="package")

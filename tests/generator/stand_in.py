@@ -1,8 +1,10 @@
-"""Stands in for a learner: writes run, probe, policies and canaries to a bucket as a learner would, and, when asked, wrongly."""
+"""Stands in for a learner: writes run, probe, policies and canaries as a learner would and, when asked, wrongly."""
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,9 @@ import numpy as np
 from grpo_jax.adapters.manifest import Canary, Manifest, file_entry, manifest_bytes
 from grpo_jax.adapters.names import PolicyName
 from grpo_jax.adapters.peft import adapter_files, modules
-from grpo_jax.learner.probe import probe_lora
-from grpo_jax.models.config import LoraConfig, ModelConfig
+from grpo_jax.models.config import LoraConfig, ModelConfig, projection_shapes
 from grpo_jax.models.decoder import Decoder
-from grpo_jax.models.logprobs import token_logprobs
-from grpo_jax.models.lora import init_lora
+from grpo_jax.models.logprobs import logits, token_logprobs
 from grpo_jax.models.source import base_digest
 from grpo_jax.models.weights import load_params
 from grpo_jax.storage import layout
@@ -46,7 +46,6 @@ class StandIn:
         self._writers = {
             key: RecordWriter(self.bucket, key, 1) for key in (layout.RUN, layout.POLICY, layout.LEARNER_STATE)
         }
-        self._score = jax.jit(self._logprobs)
 
     def begin(self, status: str = "running") -> None:
         record = {"run": self.run, "status": status, "error": None, "base": {"source": "test", "digest": self.digest}}
@@ -59,8 +58,8 @@ class StandIn:
     def start(self) -> str:
         """Run, probe, v0 and pointer: what an agent needs to get going. Returns v0's name."""
         self.begin()
-        self.probe = self.publish(None, probe_lora(jax.random.key(1), self.model, self.lora))
-        v0 = self.publish(0, init_lora(jax.random.key(2), self.model, self.lora))
+        self.probe = self.publish(None, self.version(1001, size=0.3))
+        v0 = self.publish(0, self.version(1000, size=0.0))
         self.point(v0)
         return v0
 
@@ -71,16 +70,28 @@ class StandIn:
         self._writers[layout.POLICY].write(body)
 
     def version(self, seed: int, size: float = 0.1) -> Any:
-        """A trained-looking adapter: small random A and B."""
-        tree = init_lora(jax.random.key(seed), self.model, self.lora)
-        return jax.tree.map(lambda x: x + size * jax.random.normal(jax.random.key(seed + 50), x.shape), tree)
+        """A trained-looking adapter: A as peft draws it, B random with the deviation `size`."""
+        rng, layers, rank = np.random.default_rng(seed), self.model.num_layers, self.lora.rank
+        tree: dict[str, Any] = {}
+        for module, (rows, columns) in projection_shapes(self.model).items():
+            a = rng.uniform(-1, 1, (layers, rows, rank)) * rows**-0.5
+            b = size * rng.normal(size=(layers, rank, columns))
+            block, _, name = module.partition(".")
+            tree.setdefault(block, {})[name] = {"a": a.astype(np.float32), "b": b.astype(np.float32)}
+        return {"layers": tree}
 
     def logprobs(self, tree: Any, tokens: Any = None) -> list[float]:
-        return [float(x) for x in self._score(self.base, tree, jnp.asarray(self.tokens if tokens is None else tokens))]
+        scored = _scorer(self.model, self.lora)(self.base, tree, jnp.asarray(self.tokens if tokens is None else tokens))
+        return [float(x) for x in scored]
+
+    def next_logits(self, tree: Any, tokens: list[int]) -> np.ndarray:
+        """Float64 [vocabulary], raw, of the token after `tokens`."""
+        padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))], jnp.int32)
+        return np.asarray(_next_logits(self.model, self.lora)(self.base, tree, padded, len(tokens) - 1), np.float64)
 
     def files(self, tree: Any, **settings: Any) -> dict[str, bytes]:
         given = {"rank": self.lora.rank, "alpha": self.lora.alpha, "rslora": self.lora.rslora, "base_model": "test"}
-        return adapter_files(jax.tree.map(np.asarray, tree), **(given | settings))
+        return adapter_files(tree, **(given | settings))
 
     def publish(
         self,
@@ -119,9 +130,7 @@ class StandIn:
             "norm": 1.0,
             "digest": digest,
             "files": {file: file_entry(data) for file, data in files.items()},
-            "canary": Canary(
-                tokens=self.tokens.tolist(), logprobs=self.logprobs(tree) if canary is None else canary
-            ),
+            "canary": Canary(tokens=self.tokens.tolist(), logprobs=self.logprobs(tree) if canary is None else canary),
         }
         for file, data in files.items():
             if file == corrupt:
@@ -136,10 +145,25 @@ class StandIn:
         """Writes the manifest of what was published last."""
         self.bucket.put(*self._manifest)
 
-    def _logprobs(self, base: Any, tree: Any, tokens_T: Any) -> Any:
-        decoder = Decoder(self.model, self.lora)
-        row = tokens_T[None]
-        position = jnp.arange(row.shape[1])[None]
-        variables = {"params": base, "lora": tree}
-        hidden = decoder.apply(variables, row, position, jnp.ones_like(row), jnp.zeros_like(row))[0, :-1]
-        return token_logprobs(base, hidden, tokens_T[1:], config=self.model, temperature=1.0, chunk=32)[0]
+
+# Compiled once for all stand-ins.
+@lru_cache
+def _scorer(model: ModelConfig, lora: LoraConfig) -> Callable[..., Any]:
+    @jax.jit
+    def score(base: Any, tree: Any, tokens_T: Any) -> Any:
+        hidden = _hidden(model, lora, base, tree, tokens_T)[:-1]
+        return token_logprobs(base, hidden, tokens_T[1:], config=model, temperature=1.0, chunk=32)[0]
+
+    return score
+
+
+@lru_cache
+def _next_logits(model: ModelConfig, lora: LoraConfig) -> Callable[..., Any]:
+    return jax.jit(lambda base, tree, tokens, at: logits(base, _hidden(model, lora, base, tree, tokens)[at], model))
+
+
+def _hidden(model: ModelConfig, lora: LoraConfig, base: Any, tree: Any, tokens_T: Any) -> Any:
+    row = tokens_T[None]
+    position = jnp.arange(row.shape[1])[None]
+    variables = {"params": base, "lora": tree}
+    return Decoder(model, lora).apply(variables, row, position, jnp.ones_like(row), jnp.zeros_like(row))[0]

@@ -1,4 +1,4 @@
-"""An agent keeps its server alive, follows the window, leaves when the run is over, and never leaves anything behind."""
+"""An agent keeps its server alive, follows the window, goes when the run is over, and leaves nothing behind."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_sigterm_ends_everything_with_75(learner, start_agent):
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 75
     assert not [pid for pid in server if alive(pid)]
-    assert agent.heartbeat() == {}
+    assert not agent.heartbeat_exists()
 
 
 def test_sigkill_of_the_agent_takes_the_server_along(learner, start_agent):
@@ -80,6 +80,7 @@ def test_the_end_of_the_run_ends_the_agent_with_0(learner, start_agent):
     learner.begin(status="finished")
     assert agent.exit_code() == 0
     assert not [pid for pid in server if alive(pid)]
+    assert not agent.heartbeat_exists()
 
 
 def test_a_silent_learner_ends_the_agent_with_0(learner, start_agent):

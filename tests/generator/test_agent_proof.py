@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from grpo_jax.models.config import LoraConfig
 from grpo_jax.storage import layout
 from tests.generator.agents import AgentProcess
 from tests.generator.conftest import LORA, make_config
@@ -60,8 +59,14 @@ def test_probe_v0_and_v1_are_proved_and_the_probe_leaves(served):
 
 KEY = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 EDITS = {
-    "another prefix": (lambda t: {k.replace("base_model.model.", "base_model."): v for k, v in t.items()}, "has the key"),
-    "layers that do not exist": (lambda t: {k.replace("layers.1.", "layers.7."): v for k, v in t.items()}, "has the key"),
+    "another prefix": (
+        lambda t: {k.replace("base_model.model.", "base_model."): v for k, v in t.items()},
+        "has the key",
+    ),
+    "layers that do not exist": (
+        lambda t: {k.replace("layers.1.", "layers.7."): v for k, v in t.items()},
+        "has the key",
+    ),
     "a missing factor": (lambda t: {k: v for k, v in t.items() if k != KEY}, "lacks the key"),
     "a transposed factor": (lambda t: {**t, KEY: t[KEY].T}, f"{KEY} is F32 (64, 4)"),
     "a garbled factor": (lambda t: {**t, KEY: t[KEY].T.ravel().reshape(t[KEY].shape)}, "differ from the learner's"),
@@ -87,9 +92,9 @@ def test_another_alpha_is_quarantined(served):
 
 
 def test_another_rank_is_quarantined(served):
-    wide = StandIn(served.learner.root, "tiny", served.learner.model_dir, LoraConfig(rank=8, alpha=8.0))
-    tree = wide.version(3)
-    name = served.next(served.tree(), files=wide.files(tree))
+    tree = served.tree()
+    wide = jax.tree.map(lambda x: np.concatenate([x, x], axis=int(np.argmax(np.equal(x.shape, LORA.rank)))), tree)
+    name = served.next(tree, files=served.learner.files(wide, rank=2 * LORA.rank))
     assert "has r 8, and the probe's has 4" in served.agent.quarantined(name)
 
 

@@ -27,6 +27,20 @@ def test_the_chunked_result_is_the_plain_one(name, temperature, chunk):
     np.testing.assert_allclose(entropy, -jnp.sum(jnp.exp(expected) * expected, -1), rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_is_the_plain_one():
+    config, params, hidden, targets = case("llama-gqa", 13)
+
+    def chunked(hidden):
+        return token_logprobs(params, hidden, targets, config=config, temperature=0.7, chunk=5)[0] @ np.arange(13.0)
+
+    def plain(hidden):
+        scores = jax.nn.log_softmax(logits(params, hidden, config) / 0.7)
+        return scores[np.arange(13), targets] @ np.arange(13.0)
+
+    found, expected = (jax.jit(jax.grad(function))(hidden) for function in (chunked, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_logits_of_bfloat16_states_are_accumulated_in_float32():
     config, params, hidden, targets = case("llama-gqa", 5, jnp.bfloat16)
     exact = np.asarray(hidden, np.float32) @ params["head"]["kernel"].astype(np.float32)
@@ -57,6 +71,22 @@ def test_a_target_outside_the_vocabulary_shows():
     targets[1] = config.vocab_size
     found, _ = token_logprobs(params, hidden, targets, config=config, temperature=1.0, chunk=4)
     assert np.isnan(found).tolist() == [index == 1 for index in range(13)]
+
+
+def test_only_chunks_without_a_counted_position_are_skipped():
+    config, params, hidden, targets = case("llama-tied", 13)
+    mask = np.arange(13) < 6
+
+    def score(hidden, mask):
+        found, entropy = token_logprobs(params, hidden, targets, mask, config=config, temperature=1.0, chunk=4)
+        return found.sum(), (found, entropy)
+
+    results = jax.jit(jax.grad(score, has_aux=True))
+    found, expected = (jax.tree.leaves(results(hidden, which)) for which in (mask, np.ones(13, bool)))
+    for some, every in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(some[:8], every[:8])
+        assert not np.any(some[8:])
+        assert np.all(np.any(np.reshape(every, (13, -1)), axis=1))
 
 
 @pytest.mark.parametrize(("temperature", "chunk"), [(0.0, 4), (-1.0, 4), (1.0, 0)])

@@ -62,6 +62,7 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., Config]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short periods of polling and waiting; rewards that hang are let go at the end."""
     monkeypatch.setattr(worker, "_LOCAL_POLL_S", 0.01)
+    monkeypatch.setattr(worker, "_POLICY_POLL_S", 0.01)
     monkeypatch.setattr(worker, "_RECORD_EVERY_S", 0.05)
     monkeypatch.setattr(watch, "_RUN_EVERY_S", 0.02)
     monkeypatch.setattr(client, "_LONGEST_WAIT_S", 0.05)

@@ -75,11 +75,13 @@ class ScriptedProxy:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/v1/policy", self._policy), web.post("/v1/completions", self._completions)]
+
     async def start(self) -> None:
         """Listens on the port it had before, if there is one."""
         app = web.Application()
-        app.router.add_get("/v1/policy", self._policy)
-        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_routes(self.routes())
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)

@@ -22,7 +22,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_proxy(test: Callable[[ScriptedProxy, Client], Awaitable[Any]], current: str | None = V1, **config: Any) -> Any:
     async def run() -> Any:
-        async with ScriptedProxy(current) as proxy, Client(proxy.url + "/", "toy", Rollouts(**config)) as client:
+        async with (
+            asyncio.timeout(60),
+            ScriptedProxy(current) as proxy,
+            Client(proxy.url + "/", "toy", Rollouts(**config)) as client,
+        ):
             return await test(proxy, client)
 
     return asyncio.run(run())

@@ -48,6 +48,10 @@ def test_a_stop_does_not_wait_for_requests_or_rewards(make_config: MakeConfig) -
         ),
         ({"batch": {"row_tokens": 9}}, "batch.row_tokens: problem 'p0' of task tests.rollouts.toys:letters"),
         ({"rewards": [{"source": "tests.rollouts.toys:gone"}]}, "rewards.0.source: tests.rollouts.toys has no 'gone'"),
+        (
+            {"task": {"source": "tests.rollouts.toys:tools"}},
+            "task.source: problem 'p0' of tests.rollouts.toys:tools is refused by the model's chat template: no tools",
+        ),
         ({"task": {"source": "tests.rollouts.toys:gone"}}, "task.source: tests.rollouts.toys has no 'gone'"),
     ],
 )

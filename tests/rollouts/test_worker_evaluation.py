@@ -9,6 +9,7 @@ import pytest
 
 from grpo_jax.config.schema import Config
 from grpo_jax.rollouts import worker
+from grpo_jax.rollouts.evaluation import Evaluator
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from tests.rollouts.scripted import Reply, ScriptedProxy, choice, error, eventually, policy_name
@@ -168,3 +169,19 @@ def test_what_cannot_be_scored_is_left_out_of_an_evaluation_s_means(make_config:
     # e1 is unscorable; the problem that was asked first (e0) is refused; e2 is left.
     assert (result["problems"], result["unscorable"], result["reward"]) == (3, 4, 1.0)
     assert set(result["rewards"]) == {"none_for", "length"}
+
+
+def test_an_evaluation_that_fails_in_an_unforeseen_way_does_not_end_the_run(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, result = with_evaluation(make_config), Evaluator._result
+
+    def fail_for_the_base(self: Evaluator, policy: str, samples: Any) -> dict[str, Any]:
+        if policy == policy_name(0):
+            raise ZeroDivisionError("unforeseen")
+        return result(self, policy, samples)
+
+    monkeypatch.setattr(Evaluator, "_result", fail_for_the_base)
+    whole_run(config)
+    assert set(evaluations(config)) == {policy_name(2)}
+    assert any(record.exc_text and "unforeseen" in record.exc_text for record in caplog.records)

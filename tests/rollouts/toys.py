@@ -22,12 +22,13 @@ def letters(count: int = 6, held_out: int = 0, long: bool = False) -> dict[str, 
     return splits
 
 
+def tools() -> list[Problem]:
+    """A conversation that the chat template of the tests refuses."""
+    return [Problem("p0", [{"role": "tool", "content": "42"}])]
+
+
 def length(completion: Completion, scale: float = 1.0) -> float:
     return scale * len(completion.tokens)
-
-
-def first_token_parity(completion: Completion) -> float:
-    return float(completion.tokens[0] % 2)
 
 
 def none_for(completion: Completion, problem: int) -> float | None:
@@ -61,6 +62,10 @@ def hangs(completion: Completion) -> float:
 
 
 def exits(completion: Completion) -> float:
+    raise SystemExit(3)
+
+
+async def async_exits(completion: Completion) -> float:
     raise SystemExit(3)
 
 

@@ -1,0 +1,39 @@
+"""Loads what a worker works with before it starts."""
+
+from dataclasses import dataclass
+
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import UsageError
+from grpo_jax.models.source import resolve_model
+from grpo_jax.rollouts.rewards import Reward, load_rewards
+from grpo_jax.rollouts.tasks import Splits, load_task
+from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """What the config names of the user's: problems by split, rewards, and prompts in the model's own tokens."""
+
+    splits: Splits
+    rewards: list[Reward]
+    prompts: Prompts
+
+
+def load_plugins(config: Config) -> Plugins:
+    """Loads task, rewards and tokenizer, and makes the first prompt; UsageError names the key that does not fit."""
+    splits, rewards = load_task(config.task), load_rewards(config.rewards)
+    split = config.evaluation.split
+    if config.evaluation.samples and not len(splits.get(split, ())):
+        raise UsageError(f"evaluation.split: {config.task.source} has no problems in a split {split!r}")
+    prompts = Prompts(config, load_tokenizer(resolve_model(config.model.source)))
+    problem = splits["train"][0]
+    try:
+        prompts.tokens(problem)
+    except UsageError:
+        raise
+    except Exception as error:  # a chat template raises what it likes
+        raise UsageError(
+            f"task.source: problem {problem.id!r} of {config.task.source} is refused by the model's chat template: "
+            f"{error}"
+        ) from None
+    return Plugins(splits, rewards, prompts)
