@@ -5,12 +5,15 @@ import os
 import re
 import signal
 import socket
+import time
 from collections import deque
 from pathlib import Path
 
 from grpo_jax.generator.vllm import Command
 
 _GRACE_S = 4.0
+# For the system to collect what was killed. Where nobody collects orphans they stay as zombies, for ever.
+_REAP_S = 1.0
 # A line that says what went wrong: an exception's last line, or a logger's or argparse's error.
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|\berror:|\bERROR\b")
 _LINES_LOOKED_AT = 400
@@ -43,7 +46,10 @@ class ServerProcess:
         return await self._process.wait()
 
     async def stop(self, grace_s: float = _GRACE_S) -> None:
-        """SIGTERM to the whole session, and SIGKILL to what is left of it after the grace or its leader's end."""
+        """SIGTERM to the whole session, and SIGKILL to what is left of it after the grace or its leader's end.
+
+        Returns when all of them are gone.
+        """
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
@@ -52,12 +58,17 @@ class ServerProcess:
         finally:
             self._signal(signal.SIGKILL)
         await self._process.wait()
+        deadline = time.monotonic() + _REAP_S
+        while self._signal(0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: int) -> bool:
+        """Whether there was anybody to receive it."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
-            return
+            return False
+        return True
 
 
 def free_port(host: str) -> int:

@@ -20,7 +20,7 @@ from grpo_jax.generator.lifeline import PARENT_PID
 from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line
 from grpo_jax.generator.supervisor import Supervisor
 from grpo_jax.generator.vllm import Command
-from tests.generator.agents import wait_until_gone
+from tests.generator.agents import alive
 from tests.generator.conftest import make_config
 
 # Starts a child, prints both pids, and (with "deaf") listens to no SIGTERM.
@@ -63,7 +63,7 @@ def test_stop_ends_the_server_and_what_it_started(tmp_path, mode):
         await process.stop(grace_s=0.3)
         return [int(pid) for pid in log.read_text().split()]
 
-    wait_until_gone(asyncio.run(run()))
+    assert not [pid for pid in asyncio.run(run()) if alive(pid)]
 
 
 def test_the_death_of_a_starter_is_noticed_even_before_the_server_asks_for_it():

@@ -176,7 +176,7 @@ def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
 
         proxy.script = hang_once
         assert (await ask(client)).failures == ()
-        assert len(proxy.requests) == 2
+        assert len(proxy.requests) >= 2
 
     with_proxy(test, request_timeout_s=0.05, retry_deadline_s=0.2)
 

@@ -115,6 +115,7 @@ def test_rewards_that_hang_do_not_use_up_the_threads(monkeypatch: pytest.MonkeyP
         scorer = Scorer(rewards, 0.05)
         assert [s.reward for s in await scorer.score(completions)] == [None] * 6
         toys.release.set()
+        scorer._timeout_s = 30.0
         return await scorer.score(completions)
 
     assert [s.reward for s in asyncio.run(run())] == [0.0] * 6

@@ -73,6 +73,16 @@ def test_the_worker_s_record_counts(make_config: MakeConfig) -> None:
     assert policy_name(0) in record["first_served"]
 
 
+def backpressure(learner: SimulatedLearner) -> float:
+    return record_of(learner)["backpressure_s"]
+
+
+async def newer_record(learner: SimulatedLearner) -> None:
+    """Until the worker has written its record twice: the later one was made after this call."""
+    seq = record_of(learner)["seq"]
+    await eventually(lambda: record_of(learner)["seq"] >= seq + 2)
+
+
 def test_waiting_for_the_learner_is_counted_as_backpressure_and_the_end_is_not(make_config: MakeConfig) -> None:
     config = make_config(steps=2, max_staleness=0)
 
@@ -81,16 +91,15 @@ def test_waiting_for_the_learner_is_counted_as_backpressure_and_the_end_is_not(m
         learning = asyncio.create_task(learner.run())
         working = asyncio.create_task(worker.work(config, proxy.url, "w0", asyncio.Event()))
         await eventually(lambda: len(proxy.requests) == 2)
-        await asyncio.sleep(0.5)
+        await eventually(lambda: backpressure(learner) > 0.2)
         learner.hold_at = 1
         await eventually(lambda: len(proxy.requests) == 4)
-        paced = record_of(learner)["backpressure_s"]
-        await asyncio.sleep(0.5)  # all groups of the run are started: nothing is held back any more
-        assert isinstance(paced, float)
-        assert paced >= 0.3
-        after = record_of(learner)["backpressure_s"]
-        assert isinstance(after, float)
-        assert after - paced < 0.3
+        await newer_record(learner)
+        counted = backpressure(learner)
+        for _ in range(5):
+            await newer_record(learner)
+        # All groups of the run are started: the learner is waited for, and nothing is held back.
+        assert backpressure(learner) == counted
         learner.hold_at = None
         assert await working == 0
         await learning
