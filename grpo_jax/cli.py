@@ -18,7 +18,14 @@ log = logging.getLogger("grpo_jax")
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one run only; `run C.yaml --dir D steps=3` is as good as any other order.
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    if unknown or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        arguments.overrides += rest
     # Tasks and rewards are named by import path; the directory of the command is where users keep them.
     sys.path.insert(0, os.getcwd())
     try:

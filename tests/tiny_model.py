@@ -1,4 +1,4 @@
-"""A Hugging Face directory of a tiny random Llama with a byte-level tokenizer and a chat template: a real model, only small."""
+"""A tiny random Llama with a byte-level tokenizer and a chat template: a real model, only small."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Does a replica serve what the learner means? Decided by log-probabilities of a canary prompt (DESIGN §2.5).
+"""Does a replica serve what the learner means? Decided by log-probabilities of a canary prompt.
 
 The scale comes from the probe, an adapter with large random A and B. A replica with the right base, key map,
 orientation and scaling reproduces the learner's numbers for it up to rounding; a wrong one is off by about as much as
@@ -95,8 +95,8 @@ def check(reference: Logprobs, measured: Logprobs, bound: float) -> str | None:
     mean, peak = float(np.mean(difference)), float(np.max(difference))
     if mean > bound or peak > PEAK * bound:
         return (
-            f"the canary's log-probabilities differ from the learner's by {mean:.3g} on average and {peak:.3g} at most, "
-            f"and {bound:.3g} and {PEAK * bound:.3g} are allowed"
+            f"the canary's log-probabilities differ from the learner's by {mean:.3g} on average (allowed: {bound:.3g}) "
+            f"and by {peak:.3g} at most (allowed: {PEAK * bound:.3g})"
         )
     return None
 

@@ -33,7 +33,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise UsageError(f"{path}: extends itself")
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), _UniqueKeyLoader)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -48,6 +48,17 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(parent, str):
         raise UsageError(f"{path}: extends: expected a file name")
     return _merged(_read(path.parent / parent, (*seen, path.resolve())), raw)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets a later key silently replace an earlier one of the same name; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} stands twice in one section{node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

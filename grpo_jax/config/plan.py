@@ -10,6 +10,7 @@ from grpo_jax.models.config import ModelConfig, parameter_count, projection_shap
 from grpo_jax.models.source import resolve_model
 from grpo_jax.rollouts.rewards import load_rewards
 from grpo_jax.rollouts.tasks import Splits, load_task, prompt_tokens
+from grpo_jax.rollouts.tokenizer import load_tokenizer
 
 _MAX_PROMPTS = 20_000
 
@@ -85,9 +86,7 @@ def _model_rows(config: Config, model: ModelConfig) -> list[tuple[str, str]]:
 
 def _longest_prompt(config: Config, splits: Splits, directory: Path) -> int:
     """Tokens of the longest prompt; UsageError when one does not fit into a row with its completion."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
     longest, room = 0, config.batch.row_tokens - config.sampling.max_tokens
     for split, problems in splits.items():
         for problem in problems[:_MAX_PROMPTS]:

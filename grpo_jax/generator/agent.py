@@ -15,7 +15,7 @@ import aiohttp
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, UsageError
-from grpo_jax.generator.client import UNREACHABLE, Load
+from grpo_jax.generator.client import UNREACHABLE, Load, ServerError
 from grpo_jax.generator.engines import require_engine, server_command, server_version
 from grpo_jax.generator.observer import Observer
 from grpo_jax.generator.policies import Policies
@@ -71,6 +71,7 @@ class _Agent:
         self._base_digest: str | None = None
         self._load = Load()
         self._error: str | None = None
+        self._life = 0  # of the server that `_policies` speaks of
         self._leaving = asyncio.Event()
         self._soonest_s = 0.25 if self._bucket.is_local else _HEARTBEAT_S
 
@@ -91,6 +92,7 @@ class _Agent:
             raise
         finally:
             self._leaving.set()
+            self._policies.changed.set()
             await _cancelled(tasks)
             await asyncio.wait([heartbeat], timeout=_LAST_WORD_S)
         log.info("leaving: %s", watch.result() if watch in done else "stopped by a signal")
@@ -127,12 +129,11 @@ class _Agent:
         self._base_digest = await in_daemon_thread(base_digest, model_dir)
 
     async def _reconcile(self, supervisor: Supervisor) -> None:
-        life = supervisor.life
         while True:
             busy = False
-            if life != supervisor.life:
-                life = supervisor.life
+            if self._life != supervisor.life:
                 self._policies.forget_server()
+                self._life = supervisor.life
             client, wanted = supervisor.client, self._observer.wanted
             self._compare_base()
             try:
@@ -164,7 +165,7 @@ class _Agent:
             if (client := supervisor.client) is not None:
                 try:
                     self._load = await client.load_now()
-                except UNREACHABLE as error:
+                except (ServerError, *UNREACHABLE) as error:
                     log.debug("no metrics: %r", error)
             await asyncio.sleep(_METRICS_S)
 
@@ -179,15 +180,12 @@ class _Agent:
                 log.warning("the heartbeat cannot be written: %r", error)
             if last:
                 return
-            if not await _set_within(self._leaving, self._soonest_s):
-                changed = asyncio.create_task(_set_within(self._policies.changed, _HEARTBEAT_S - self._soonest_s))
-                leaving = asyncio.create_task(self._leaving.wait())
-                await asyncio.wait([changed, leaving], return_when=asyncio.FIRST_COMPLETED)
-                await _cancelled([changed, leaving])
+            await _set_within(self._leaving, self._soonest_s)
+            await _set_within(self._policies.changed, _HEARTBEAT_S - self._soonest_s)
 
     def _record(self) -> Record:
         config, supervisor = self._config, self._supervisor
-        ready = supervisor is not None and supervisor.client is not None
+        ready = supervisor is not None and supervisor.client is not None and supervisor.life == self._life
         host = f"[{config.generator.host}]" if ":" in config.generator.host else config.generator.host
         port = supervisor.port if supervisor is not None else config.generator.port
         error = self._policies.wrong_base or self._error or (supervisor.error if supervisor is not None else None)
@@ -217,12 +215,11 @@ class _Agent:
             log.warning("the heartbeat could not be removed: %r", error)
 
 
-async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:
-        return False
-    return True
+        return
 
 
 async def _cancelled(tasks: list[asyncio.Task]) -> None:

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in the engine, and the adapters that they name."""
+    """Requests in the engine, the adapters that they name, and when they were asked for (monotonic seconds)."""
 
     running: int = 0
     waiting: int = 0
     busy: frozenset[str] = frozenset()
+    asked_at: float = -math.inf
 
 
 class EngineClient:
@@ -77,7 +79,8 @@ class EngineClient:
             raise ServerError(f"no prompt log-probabilities in the answer ({error!r})") from None
 
     async def load_now(self) -> Load:
-        return parse_metrics(await self._text("GET", "/metrics", None, _SHORT))
+        asked_at = time.monotonic()
+        return replace(parse_metrics(await self._text("GET", "/metrics", None, _SHORT)), asked_at=asked_at)
 
     async def _json(self, method: str, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> Any:
         async with self._session.request(method, f"{self._url}{path}", json=body, timeout=timeout) as response:

@@ -9,8 +9,10 @@ import logging
 import shutil
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from grpo_jax.adapters.manifest import AdapterError, Manifest, download_adapter, read_manifest
 from grpo_jax.adapters.names import parse_policy
@@ -23,6 +25,8 @@ from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # What a bucket shows may change (a slow mount, a listing that lags), what a server answered does not.
 _RETRY_S = 5.0
@@ -55,6 +59,13 @@ class Policies:
     """State of one server. `step` and `sweep` are called by one task in turn; the rest may be read at any time."""
 
     def __init__(self, run: Bucket, folder: Path, *, dtype: str, slots: int):
+        """
+        Args:
+            run: the run's prefix.
+            folder: on local disk, for the adapters; what an earlier agent left there is deleted.
+            dtype: what the server computes in.
+            slots: adapters that it holds at one time.
+        """
         self._run, self._folder, self._dtype, self._slots = run, folder, dtype, slots
         self.loaded: list[str] = []  # in the order of loading
         self._proved: set[str] = set()
@@ -129,11 +140,10 @@ class Policies:
 
         vLLM may read an adapter again for a request that it accepted before the unloading, and dies if it is not there.
         """
-        now = time.monotonic()
         for name, since in list(self._leaving.items()):
             if name in self.loaded:
                 del self._leaving[name]
-            elif now - since >= _KEEP_FILES_S and name not in load.busy:
+            elif load.asked_at - since >= _KEEP_FILES_S and name not in load.busy:
                 del self._leaving[name]
                 await in_daemon_thread(shutil.rmtree, self._folder / name, ignore_errors=True)
 
@@ -178,15 +188,10 @@ class Policies:
             raise _Refused(problem)
         await self._make_room(client, name, keep)
         if name not in self.loaded:
-            try:
-                await client.load(name, folder)
-            except ServerError as error:
-                raise _Refused(f"the server does not load it: {error}") from None
+            await _answered(client, "does not load it", client.load(name, folder))
             self.loaded.append(name)
-        try:
-            measured = await client.canary(name, manifest.canary.tokens)
-        except ServerError as error:
-            raise _Refused(f"the server does not score the canary: {error}") from None
+        canary = client.canary(name, manifest.canary.tokens)
+        measured = await _answered(client, "does not score the canary", canary)
         if name == self._probe:
             await self._accept_probe(client, manifest, make, measured)
         else:
@@ -221,10 +226,8 @@ class Policies:
         v0 = await in_daemon_thread(self._v0_manifest)
         if v0 is not None and v0.canary.tokens == probe.canary.tokens:
             return v0.canary.logprobs
-        try:
-            return await client.canary(SERVED_NAME, probe.canary.tokens)
-        except ServerError as error:
-            raise _Refused(f"the server does not score the base: {error}") from None
+        canary = client.canary(SERVED_NAME, probe.canary.tokens)
+        return await _answered(client, "does not score the base", canary)
 
     def _v0_manifest(self) -> Manifest | None:
         for key in self._run.list(layout.ADAPTERS):
@@ -256,6 +259,16 @@ class Policies:
             log.warning("%s could not be unloaded: %s", name, error)
         self.loaded.remove(name)
         self._leaving[name] = time.monotonic()
+
+
+async def _answered(client: EngineClient, failure: str, call: Awaitable[T]) -> T:
+    """The result of a call. A refusal by a sound server is a verdict; one by a server that is dying is not."""
+    try:
+        return await call
+    except ServerError as error:
+        if not await client.healthy():
+            raise ConnectionError(f"the server is ill: {error}") from None
+        raise _Refused(f"the server {failure}: {error}") from None
 
 
 def _age(name: str) -> int:

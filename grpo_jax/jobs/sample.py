@@ -69,6 +69,6 @@ def _print(groups: list[Group]) -> None:
     scored = np.concatenate(rewards)
     lengths = [len(sample.tokens) for group in groups for sample in group.samples]
     print(
-        f"{len(scored)} completions of {len(groups)} prompts: mean reward {scored.mean():.3f}, {mixed:.0%} of the groups "
-        f"are mixed (only those teach anything), {np.mean(lengths):.1f} tokens a completion"
+        f"{len(scored)} completions of {len(groups)} prompts: mean reward {scored.mean():.3f}, {mixed:.0%} of the "
+        f"groups are mixed (only those teach anything), {np.mean(lengths):.1f} tokens a completion"
     )

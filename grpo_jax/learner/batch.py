@@ -26,7 +26,7 @@ def train_samples(
     an empty completion counts in its group's mean reward, and an untrainable one nowhere.
 
     Args:
-      skip_zero_advantage: leave out samples whose advantage is exactly 0 (all of a group with equal rewards). Their term
+      skip_zero_advantage: leave out samples whose advantage is exactly 0 (a group of equal rewards). Their term
         and its gradient are 0 in every policy loss, and the weights still span them: only the metrics of their tokens
         are lost, and the forward pass that they would cost.
     """

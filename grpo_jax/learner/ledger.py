@@ -31,6 +31,12 @@ class Ledger:
             else:
                 self._offered[key] = group
 
+    def reject(self, group_ids: Iterable[str]) -> None:
+        """Drops groups whose files are not sound, so that the worker draws them again."""
+        for key in group_ids:
+            if key not in self.trained:
+                self.drops.setdefault(key, "invalid")
+
     def sweep(self, version: int, lineage: Mapping[int, str]) -> None:
         """Drops what can no longer be trained by a learner at `version`."""
         for key, group in list(self._offered.items()):

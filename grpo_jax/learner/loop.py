@@ -252,6 +252,7 @@ class Learner:
         deadline = time.monotonic() + self.config.rollouts.request_timeout_s
         while True:
             self._ledger.offer(self._spool.poll())
+            self._ledger.reject(self._spool.rejected)
             if recorded is not None:
                 groups = self._ledger.take_recorded(recorded["groups"])
                 if groups is None and time.monotonic() > deadline:
@@ -364,7 +365,7 @@ class Learner:
             "version": newest.version if newest else 0,
             "total_steps": self.config.steps,
             "phase": self._phase,
-            "drops": sorted(self._ledger.drops.items()),
+            "drops": sorted(dict(self._ledger.drops).items()),  # a copy: the loop goes on while this thread sorts
         }
 
 

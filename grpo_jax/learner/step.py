@@ -73,6 +73,7 @@ class Step:
     zeros: lora → Accumulated
     accumulate: (base, lora, Accumulated, StepArrays) → (Accumulated, logprob_N, entropy_N); donates Accumulated
     apply: (base, LearnerState, Accumulated, canary tokens [C]) → (LearnerState, Applied); donates the first two
+    score: (base, lora, StepArrays) → (logprob_N, entropy_N), without a gradient
     canary: (base, lora, tokens [C]) → log-probabilities [C − 1] of the tokens after the first, at temperature 1
     """
 
@@ -80,6 +81,7 @@ class Step:
     zeros: Callable[..., Accumulated]
     accumulate: Callable[..., tuple[Accumulated, jax.Array, jax.Array]]
     apply: Callable[..., tuple[LearnerState, Applied]]
+    score: Callable[..., tuple[jax.Array, jax.Array]]
     canary: Callable[..., jax.Array]
 
 
@@ -153,5 +155,6 @@ def build_step(
         zeros=jax.jit(lambda adapter: Accumulated(jax.tree.map(jnp.zeros_like, adapter), jnp.zeros(()))),
         accumulate=jax.jit(accumulate, donate_argnums=2),
         apply=jax.jit(apply, donate_argnums=(1, 2)),
+        score=jax.jit(score),
         canary=jax.jit(canary),
     )

@@ -1,4 +1,4 @@
-"""Which group may start when (DESIGN §2.6). Pure bookkeeping: no clock, no I/O.
+"""Which group may start when. Pure bookkeeping: no clock, no I/O.
 
 Data index d (0, 1, 2, …) is one place in the endless sequence of problems. Each index is fresh, pending (to be drawn
 again), running, done or skipped. *Live* groups are those running, and those done that nobody dropped; the k-th of them

@@ -1,4 +1,4 @@
-"""The rollout worker: draws groups of completions under served policies, scores them, fills the spool (DESIGN §2)."""
+"""The rollout worker: draws groups of completions under served policies, scores them, fills the spool."""
 
 import asyncio
 import logging

@@ -26,6 +26,7 @@ class SpoolReader:
         self._run, self._skip = run, frozenset(skip)
         self._seen: set[str] = set()
         self.rejected: dict[str, str] = {}
+        """Group id → what is wrong with its file."""
 
     def poll(self) -> list[Group]:
         """The groups that have appeared since the last call, in the order of their keys."""
@@ -40,7 +41,7 @@ class SpoolReader:
             try:
                 groups.append(Group.from_bytes(data))
             except GroupError as error:
-                self.rejected[key] = str(error)
+                self.rejected[_id(key)] = str(error)
                 log.warning("spool: %s is left out: %s", key, error)
         return groups
 

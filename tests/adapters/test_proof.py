@@ -73,7 +73,7 @@ def test_one_large_difference_is_refused_although_the_mean_is_fine():
     measured = reference.copy()
     measured[7] += 1.01 * PEAK * bound
     assert np.mean(np.abs(measured - reference)) < bound
-    assert "0.101 at most" in str(check(reference, measured, bound))
+    assert "by 0.101 at most" in str(check(reference, measured, bound))
 
 
 def test_a_constant_shift_is_refused():

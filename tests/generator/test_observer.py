@@ -68,7 +68,7 @@ def test_a_learner_that_beats_is_not_silent(run):
         RecordWriter(run, layout.RUN, 1).write(_record("running"))
         state = RecordWriter(run, layout.LEARNER_STATE, 1)
         watch = asyncio.create_task(Observer(run, 2.5).watch())
-        for step in range(10):
+        for step in range(6):
             state.write({"step": step})
             assert await _after(0.5, watch) is None
         assert "silent" in str(await _after(10, watch))

@@ -1,6 +1,7 @@
 """Reconciling against a server that misbehaves: answers lost, names lost, deaths, and requests that still run."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ class Server:
         self.names: dict[str, Path] = {}
         self.loads: list[str] = []
         self.die_at: str | None = None
+        self.last_word: Exception = ConnectionError()
+        self.ill = False
         self.lose_answer_of: str | None = None
         self.off_at: str | None = None
+
+    async def healthy(self) -> bool:
+        return not self.ill
 
     async def adapters(self) -> set[str]:
         return set(self.names)
@@ -42,8 +48,8 @@ class Server:
 
     async def canary(self, name: str, tokens: list[int]) -> list[float]:
         if name == self.die_at:
-            self.names.clear()
-            raise ConnectionError
+            self.ill = True
+            raise self.last_word
         assert name in self.names
         logprobs = read_manifest(self._learner.bucket, name).canary.logprobs
         return [x - 1.0 for x in logprobs] if name == self.off_at else logprobs
@@ -115,14 +121,18 @@ def test_a_name_that_the_server_lost_is_loaded_again(learner, server, policies, 
     assert server.loads == [learner.probe, v0, v0]
 
 
-def test_what_kills_the_server_again_and_again_is_quarantined_and_the_others_are_served(learner, server, policies):
+@pytest.mark.parametrize("last_word", [ConnectionError(), ServerError("HTTP 500: EngineCore encountered an issue")])
+def test_what_kills_the_server_again_and_again_is_quarantined(learner, server, policies, last_word):
     v0 = learner.start()
     bad = learner.publish(1, learner.version(1))
     learner.point(bad, v0)
-    server.die_at = bad
+    server.die_at, server.last_word = bad, last_word
     for _ in range(3):
         with pytest.raises(ConnectionError):
             _settle(policies, server, learner)
+        assert bad not in policies.quarantined
+        server.names.clear()
+        server.ill = False
         policies.forget_server()
     _settle(policies, server, learner)
     assert "died 3 times" in policies.quarantined[bad]
@@ -155,9 +165,11 @@ def test_files_stay_while_a_request_names_them_and_go_afterwards(learner, server
     _settle(policies, server, learner)
     folder = tmp_path / "adapters"
     assert {path.name for path in folder.iterdir()} == {v0, learner.probe}
-    asyncio.run(policies.sweep(Load(busy=frozenset({learner.probe}))))
-    assert {path.name for path in folder.iterdir()} == {v0, learner.probe}
-    asyncio.run(policies.sweep(Load(busy=frozenset({v0}))))
+    now = time.monotonic()
+    for load in (Load(busy=frozenset({learner.probe}), asked_at=now), Load(asked_at=now - 60)):
+        asyncio.run(policies.sweep(load))
+        assert {path.name for path in folder.iterdir()} == {v0, learner.probe}
+    asyncio.run(policies.sweep(Load(busy=frozenset({v0}), asked_at=now)))
     assert {path.name for path in folder.iterdir()} == {v0}
 
 

@@ -53,3 +53,11 @@ def test_a_recorded_batch_is_taken_in_its_order_or_not_at_all():
     assert ledger.take_recorded(ids) is None
     ledger.offer([group(2, 1)])
     assert [str(g.id) for g in ledger.take_recorded(ids)] == ids
+
+
+def test_a_file_that_is_no_group_is_dropped_so_that_it_is_drawn_again():
+    ledger = Ledger(max_staleness=1)
+    ledger.offer([group(0, 1)])
+    ledger.take(1, version=1)
+    ledger.reject(["e000.i000000.a00", "e000.i000007.a00"])
+    assert ledger.drops == {"e000.i000007.a00": "invalid"}

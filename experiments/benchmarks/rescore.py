@@ -1,0 +1,41 @@
+"""How far are the sampler's log-probabilities from the learner's?
+
+`python -m experiments.benchmarks.rescore RUN [--json]` scores all samples of a finished run again, in float32, under the adapter that each of them names.
+"""
+
+import argparse
+import json
+
+import numpy as np
+
+from grpo_jax.config.load import parse_config
+from grpo_jax.jobs.run import place
+from grpo_jax.learner.rescore import rescore
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader
+from grpo_jax.storage.spool import SpoolReader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    run = Bucket(arguments.run)
+    record = RecordReader(run, layout.RUN).read()
+    if record is None:
+        raise SystemExit(f"{arguments.run} is not a run")
+    config, _ = place(parse_config(record["config"], layout.RUN), arguments.run)
+    scored = rescore(config, SpoolReader(run).poll())
+    if not arguments.json:
+        for policy in scored:
+            print(
+                f"{policy.policy}  norm {policy.norm:7.3f}  tokens {len(policy.delta):5d}  mean {policy.delta.mean():.2e}  max {policy.delta.max():.2e}"
+            )
+    delta = np.concatenate([policy.delta for policy in scored])
+    print(json.dumps({"tokens": len(delta), "mean": float(delta.mean()), "max": float(delta.max())}))
+
+
+if __name__ == "__main__":
+    main()

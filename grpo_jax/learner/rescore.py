@@ -1,0 +1,64 @@
+"""Are the sampler's log-probabilities those of the policy that a sample names? Recomputed from the adapter."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_jax.adapters.manifest import download_adapter, read_manifest
+from grpo_jax.adapters.peft import read_adapter
+from grpo_jax.config.schema import Config
+from grpo_jax.learner.packing import TrainSample, pack
+from grpo_jax.learner.setup import build_trainer
+from grpo_jax.learner.step import step_arrays
+from grpo_jax.rollouts.sample import Group
+from grpo_jax.storage.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """|log π − log μ| of every sampled token under one policy, and the norm of that policy's update."""
+
+    policy: str
+    norm: float
+    delta: np.ndarray  # float64
+
+
+def rescore(config: Config, groups: Sequence[Group]) -> list[Rescored]:
+    """Scores groups with the learner's model, in the config's dtype, under the adapter that each group names.
+
+    The adapters are read back from the bucket, so this checks the whole way: learner, export, load, sampling, spool.
+    """
+    run = Bucket(config.bucket).child(config.run)
+    trainer = build_trainer(config)
+    by_policy: dict[str, list[Group]] = {}
+    for group in groups:
+        by_policy.setdefault(group.provenance.policy, []).append(group)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="grpo_jax-rescore-") as folder:
+        for policy, members in sorted(by_policy.items()):
+            manifest = read_manifest(run, policy)
+            lora, _ = read_adapter(download_adapter(run, manifest, Path(folder)), trainer.model.num_layers)
+            delta = []
+            for batch in pack(
+                _samples(members),
+                row_tokens=config.batch.row_tokens,
+                rows=config.batch.rows_per_micro_batch,
+                share_prompt=config.batch.share_prompt,
+            ):
+                logprob_N, _ = trainer.step.score(trainer.base, lora, step_arrays(batch))
+                used = batch.mask_N
+                delta.append(np.abs(np.asarray(logprob_N, np.float64)[used] - batch.sampler_logprob_N[used]))
+            found.append(Rescored(policy, manifest.norm, np.concatenate(delta)))
+    return found
+
+
+def _samples(groups: Sequence[Group]) -> list[TrainSample]:
+    return [
+        TrainSample(g, s, group.prompt_tokens, sample.tokens, sample.logprobs, 0.0, 0.0)
+        for g, group in enumerate(groups)
+        for s, sample in enumerate(group.samples)
+        if len(sample.tokens)
+    ]

@@ -1,0 +1,45 @@
+"""What a job has to install: each role's modules import without what the role does not need."""
+
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import grpo_jax
+
+LEARNER = ("grpo_jax.learner", "grpo_jax.models", "grpo_jax.algorithms", "grpo_jax.adapters", "grpo_jax.storage")
+NO_JAX = (
+    "grpo_jax.generator",
+    "grpo_jax.proxy",
+    "grpo_jax.rollouts",
+    "grpo_jax.storage",
+    "grpo_jax.adapters",
+    "grpo_jax.config",
+    "grpo_jax.jobs.processes",
+    "grpo_jax.jobs.local",
+    "grpo_jax.observability",
+    "grpo_jax.cli",
+)
+# The engine of the reference server is the one part of a generator that computes with jax.
+LAZY = {"grpo_jax.generator.reference_engine"}
+
+
+def modules_of(packages: tuple[str, ...]) -> list[str]:
+    found = [m.name for m in pkgutil.walk_packages(grpo_jax.__path__, "grpo_jax.")]
+    return [m for m in found if m not in LAZY and any(m == p or m.startswith(f"{p}.") for p in packages)]
+
+
+@pytest.mark.parametrize(
+    ("packages", "absent"), [(LEARNER, ("torch", "vllm")), (NO_JAX, ("jax", "flax", "optax", "torch", "vllm"))]
+)
+def test_modules_import_without(packages, absent):
+    names = modules_of(packages)
+    assert len(names) > 15
+    program = (
+        "import importlib, sys\n"
+        f"for name in {absent!r}: sys.modules[name] = None\n"  # importing it raises ImportError
+        f"for name in {names!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
