@@ -205,4 +205,9 @@ def _configure_logging(role: str, level: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Orbax leaves threads behind that wait inside C++; the interpreter's orderly end can abort the process over them.
+    os._exit(code)

@@ -1,6 +1,7 @@
-"""How far are the sampler's log-probabilities from the learner's?
+"""How far are the sampler's log-probabilities from the learner's? `python -m experiments.benchmarks.rescore RUN`
 
-`python -m experiments.benchmarks.rescore RUN [--json]` scores all samples of a finished run again, in float32, under the adapter that each of them names.
+Scores all samples of a finished run again, in the run's dtype, under the adapter that each of them names. The last line
+is JSON: tokens, mean and max of |log π − log μ|.
 """
 
 import argparse
@@ -18,9 +19,8 @@ from grpo_jax.storage.spool import SpoolReader
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Scores the samples of a run again under their own adapters.")
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     run = Bucket(arguments.run)
     record = RecordReader(run, layout.RUN).read()
@@ -28,11 +28,10 @@ def main() -> None:
         raise SystemExit(f"{arguments.run} is not a run")
     config, _ = place(parse_config(record["config"], layout.RUN), arguments.run)
     scored = rescore(config, SpoolReader(run).poll())
-    if not arguments.json:
-        for policy in scored:
-            print(
-                f"{policy.policy}  norm {policy.norm:7.3f}  tokens {len(policy.delta):5d}  mean {policy.delta.mean():.2e}  max {policy.delta.max():.2e}"
-            )
+    for policy in scored:
+        delta = policy.delta
+        print(f"{policy.policy}  norm {policy.norm:7.3f}  {len(delta):5d} tokens", end="")
+        print(f"  mean {delta.mean():.2e}  max {delta.max():.2e}")
     delta = np.concatenate([policy.delta for policy in scored])
     print(json.dumps({"tokens": len(delta), "mean": float(delta.mean()), "max": float(delta.max())}))
 

@@ -153,6 +153,7 @@ class Publisher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._thread.join(5)
 
     @property
     def newest(self) -> Published | None:

@@ -12,7 +12,7 @@ from grpo_jax.models.lora import init_lora
 _CANARY_TOKENS = 24
 _COMMON_TOKENS = 8192
 # How large the probe's update of a projection is beside its input, root mean square.
-_STRENGTH = 0.3
+_STRENGTH = 1.0
 
 
 def canary_tokens(config: ModelConfig) -> np.ndarray:

@@ -76,7 +76,7 @@ def record_body(
     skipped: Mapping[int, str],
     epoch_size: int,
 ) -> Record:
-    """The record for the learner and the report; `redraws` are those of this life, `epoch_size` turns data indices into epochs."""
+    """The record that others read. `redraws`: of this life; `epoch_size` turns data indices into epochs."""
     return {
         "phase": phase,
         "started_at": started_at,
