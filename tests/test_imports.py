@@ -21,8 +21,9 @@ NO_JAX = (
     "grpo_jax.observability",
     "grpo_jax.cli",
 )
-# The engine of the reference server is the one part of a generator that computes with jax.
-LAZY = {"grpo_jax.generator.reference_engine"}
+# The engine of the reference server is the one part of a generator that computes with jax, and the CPU LoRA layer is
+# imported only inside vLLM's own processes.
+LAZY = {"grpo_jax.generator.reference_engine", "grpo_jax.generator.cpu_lora"}
 
 
 def modules_of(packages: tuple[str, ...]) -> list[str]:

@@ -11,6 +11,7 @@ from grpo_jax.models.source import resolve_model
 from grpo_jax.rollouts.rewards import load_rewards
 from grpo_jax.rollouts.tasks import Splits, load_task, prompt_tokens
 from grpo_jax.rollouts.tokenizer import load_tokenizer
+from grpo_jax.storage.bucket import Bucket
 
 _MAX_PROMPTS = 20_000
 
@@ -29,6 +30,7 @@ def check_config(config: Config, *, offline: bool = False) -> Plan:
     Args:
       offline: do not fetch a model; what needs it is listed as unchecked.
     """
+    Bucket(config.bucket)
     resolve_targets(config.lora.targets)
     load_rewards(config.rewards)
     splits = load_task(config.task)

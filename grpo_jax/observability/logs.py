@@ -49,7 +49,7 @@ class StderrHandler(logging.StreamHandler):
     """Looks stderr up for each line, because a progress display redirects it while it is drawn."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
+        self.stream = sys.stderr  # not setStream, which flushes the old one: it may be closed
         super().emit(record)
 
 

@@ -33,6 +33,7 @@ def write(folder, tree, lora, base):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("targets", [TARGETS, *((t,) for t in TARGETS)], ids=["all", *TARGETS])
 def test_peft_computes_our_logits(model_dir, tmp_path, targets, rslora):

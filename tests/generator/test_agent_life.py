@@ -4,8 +4,12 @@ import os
 import signal
 import time
 
+import pytest
+
 from grpo_jax.storage import layout
 from tests.generator.agents import alive, wait_until_gone
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_killed_server_is_restarted_and_its_policies_proved_again(learner, start_agent):

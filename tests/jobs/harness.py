@@ -16,7 +16,7 @@ from grpo_jax.storage.records import RecordReader
 REPO = Path(__file__).parents[2]
 
 
-def tiny_config(model: Path, bucket: Path, **changes) -> dict:
+def tiny_config(model: Path, bucket: Path, /, **changes) -> dict:
     config = {
         "run": "tiny",
         "bucket": str(bucket),
