@@ -63,7 +63,8 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
     if record is not None or run.list(layout.INCARNATIONS):
         _refuse_living(run)
     if fresh:
-        run.delete_folder()
+        check_config(config)  # a config that cannot run must not cost the run that could
+        delete_run(run)
         record = None
     if record is not None:
         differing = differing_keys(record["config"], config.model_dump(mode="json"))
@@ -97,6 +98,14 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
         finally:
             supervisor.stop()
     return RunResult(EXIT_FAILED, run_dir, _report(run, run_dir), f"failed: {message}; logs in {run_dir / 'logs'}")
+
+
+def delete_run(run: Bucket) -> None:
+    """Deletes what a run has written, and nothing else that may lie in the same place."""
+    for prefix in layout.RUN_FOLDERS:
+        run.delete_folder(prefix)
+    for key in layout.RUN_FILES:
+        run.delete(key)
 
 
 def _refuse_living(run: Bucket) -> None:

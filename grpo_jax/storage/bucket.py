@@ -75,10 +75,10 @@ class Bucket:
         except FileNotFoundError:
             return
 
-    def delete_folder(self, prefix: str = "") -> None:
-        """Deletes all objects below `prefix` (the whole bucket when empty)."""
+    def delete_folder(self, prefix: str) -> None:
+        """Deletes all objects below `prefix`."""
         try:
-            self._fs.rm(self._path(prefix) if prefix else self._root, recursive=True)
+            self._fs.rm(self._path(prefix), recursive=True)
         except FileNotFoundError:
             return
 

@@ -12,6 +12,21 @@ INCARNATIONS = "incarnations"
 EVALUATIONS = "evaluations"
 METRICS = "learner"
 
+# All that a run consists of; the files after policy.json are there only when the bucket is a directory.
+RUN_FOLDERS = (
+    ADAPTERS,
+    ROLLOUTS,
+    WORKERS,
+    BATCHES,
+    CHECKPOINTS,
+    INCARNATIONS,
+    EVALUATIONS,
+    METRICS,
+    "logs",
+    "generators",
+)
+RUN_FILES = (RUN, POLICY, "config.json", "metrics.jsonl", "report.html", "reward.png")
+
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 MANIFEST = "manifest.json"

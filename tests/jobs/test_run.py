@@ -80,6 +80,21 @@ def test_a_changed_config_is_refused_with_the_keys_that_differ(finished, tiny_mo
     assert "steps" not in err
 
 
+def test_fresh_starts_anew_and_touches_nothing_else(tiny_model, tmp_path):
+    run_dir = tmp_path / "bucket/tiny"
+    config = tiny_config(tiny_model, tmp_path / "bucket", steps=1, evaluation__samples=0)
+    assert Command(config, tmp_path).wait()[0] == 0
+    (run_dir / "notes.txt").write_text("mine")
+    created = json.loads((run_dir / "run.json").read_text())["created_at"]
+    wrong = tiny_config(tiny_model, tmp_path / "bucket", batch__row_tokens=12)
+    assert Command(wrong, tmp_path, "--fresh").wait(120)[0] == 2
+    assert json.loads((run_dir / "run.json").read_text())["created_at"] == created
+    code, _, err = Command({**config, "seed": 5}, tmp_path, "--fresh").wait()
+    assert code == 0, err
+    assert json.loads((run_dir / "run.json").read_text())["created_at"] > created
+    assert (run_dir / "notes.txt").read_text() == "mine"
+
+
 def test_ctrl_c_stops_everything_and_the_same_command_goes_on(tiny_model, tmp_path):
     run_dir = tmp_path / "bucket/tiny"
     config = tiny_config(tiny_model, tmp_path / "bucket", steps=8)
