@@ -1,8 +1,12 @@
-"""A LoRA layer for vLLM's CPU backend: one pair of matrix products per adapter in a batch.
+"""Two changes to vLLM's CPU backend: a LoRA layer with one pair of matrix products per adapter in a batch, and blocks
+of 16 tokens.
 
 The stock layer gathers a copy of A and B for every token, in float32, and multiplies token by token; it also indexes
 the slots with -1 for tokens without an adapter, so that those get the adapter of the last slot. Here the tokens of each
 adapter are multiplied at once (a batch of one adapter needs no gathering), and tokens without one are left alone.
+
+The attention kernel has a path for blocks of 16, but the backend declares multiples of 32 only. Prompts share whole
+blocks: at 26 tokens, blocks of 32 share nothing and every sample of a group computes its prompt again.
 
 This depends on vLLM's internals, so it is installed only into versions it was tested with. Imported only inside vLLM's
 processes.
@@ -14,6 +18,8 @@ from typing import Any
 import vllm
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 log = logging.getLogger("vllm.grpo_jax")
 
@@ -66,11 +72,17 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def install() -> bool:
-    """Makes vLLM use the class above; returns whether it did. An untested version keeps its own layer, and warns."""
+    """Makes both changes; returns whether it did. An untested version keeps its own ways, and warns."""
     if vllm.__version__ not in TESTED_VERSIONS:
-        log.warning("vLLM %s keeps its own LoRA layer: ours is tested with %s", vllm.__version__, set(TESTED_VERSIONS))
+        log.warning(
+            "vLLM %s keeps its own LoRA layer and block sizes: ours are tested with %s",
+            vllm.__version__,
+            set(TESTED_VERSIONS),
+        )
         return False
     name = f"{__name__}.{GroupedPunicaWrapperCPU.__name__}"
     platform: Any = CpuPlatform
     platform.get_punica_wrapper = classmethod(lambda cls: name)
+    attention: Any = CPUAttentionBackend
+    attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
     return True

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.generator.process import free_port
 from grpo_jax.jobs.processes import Process, role_command, stop_all
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Supervisor:
         resolved = run_dir / "config.json"
         resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
         common = ("--config", str(resolved))
-        port = config.proxy.port or free_port()
+        port = config.proxy.port or free_port(config.proxy.host)
         self.proxy_url = f"http://{config.proxy.host}:{port}"
         local = config.local
         self.roles = [
@@ -114,12 +114,6 @@ class Supervisor:
 
     def _start(self, role: Role) -> None:
         role.process = Process(role.argv, self.logs / f"{role.name}.log", role.env, role.cpus)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def last_line(path: Path) -> str:

@@ -61,5 +61,7 @@ def test_samples_scored_again_under_the_adapter_that_they_name_have_the_samplers
     trained = [policy for policy in scored if policy.norm > 0]
     assert trained, "no sample of an adapter that differs from the base"
     delta = np.concatenate([policy.delta for policy in scored])
-    assert delta.mean() <= 1e-5
+    # Rounding, of which vLLM's CPU kernels make the larger part: against float64 theirs is 1.6e-5 on average on a CPU
+    # without AVX-512, the learner's 6e-6. Another policy or a wrong scale is off by orders of magnitude more.
+    assert delta.mean() <= 3e-5
     assert delta.max() <= 1e-3
