@@ -3,8 +3,9 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# The fast tests are many and small: one process per core. The slow ones start servers and kill them, one after the other.
-FAST := $(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile
+# The fast tests are many and small, and compile more than they compute: one process per core, and little optimisation. The
+# slow ones start servers and kill them, one after the other.
+FAST := XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile
 SLOW := $(BIN)/python -m pytest -m slow
 
 .PHONY: setup quickstart test test-fast test-slow test-matrix lint clean

@@ -27,7 +27,6 @@ LAYOUTS = [
     {"row_tokens": 64, "rows": 2, "share_prompt": False},
     {"row_tokens": 24, "rows": 1, "share_prompt": True},  # groups are split
     {"row_tokens": 40, "rows": 5, "share_prompt": False},
-    {"row_tokens": 256, "rows": 1, "share_prompt": True},
 ]
 
 

@@ -1,6 +1,6 @@
 """A tiny model, random groups, and the gradient of a batch through the real step."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,9 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 ALGORITHM = Algorithm()
 
 
+@cache
 def make_step(dtype="float32", optimizer=None):
+    """Compiled once for all tests that ask for the same."""
     return build_step(
         MODEL,
         LORA,
