@@ -12,7 +12,7 @@ from tests.models.conftest import TINY, compiled, plain_rows, random_lora, rando
 
 @pytest.mark.parametrize("name", TINY)
 def test_logits_are_those_of_transformers(name, loaded):
-    import torch
+    torch = pytest.importorskip("torch")
 
     config, params, model = loaded(name)
     tokens = some_tokens(config)
