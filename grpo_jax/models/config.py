@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.errors import UsageError
+from grpo_jax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -42,6 +43,7 @@ class ModelConfig:
     attention_bias: bool
     qk_norm: bool
     max_positions: int
+    rope_scaling: RopeScaling | None = None
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -81,6 +83,7 @@ class ModelConfig:
         if family not in FAMILIES:
             raise UsageError(f"{origin}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}.")
         _refuse_unsupported(config, family, origin)
+        rope_theta, rope_scaling = _rope(config, origin)
         hidden, heads = (_size(config, key, origin) for key in ("hidden_size", "num_attention_heads"))
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
@@ -97,12 +100,13 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rope_theta=_rope_theta(config, origin),
+            rope_theta=rope_theta,
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
             qk_norm=family == "qwen3",
             max_positions=_size(config, "max_position_embeddings", origin),
+            rope_scaling=rope_scaling,
         )
 
 
@@ -199,13 +203,17 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str, origin: str) -> 
         raise UsageError(f"{origin}: hidden_act is {activation!r}, and only 'silu' is supported.")
 
 
-def _rope_theta(config: Mapping[str, Any], origin: str) -> float:
-    """The rotary base: in `rope_parameters` since transformers 5, at the top level before; scaling is refused."""
-    theta = config.get("rope_theta", 10_000.0)
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-        if not plain or rope.get("partial_rotary_factor", 1) != 1 or any(isinstance(v, dict) for v in rope.values()):
-            raise UsageError(f"{origin}: {key} is {rope!r}, and only unscaled rotary embeddings are supported.")
-        theta = rope.get("rope_theta", theta)
-    return float(theta)
+def _rope(config: Mapping[str, Any], origin: str) -> tuple[float, RopeScaling | None]:
+    """The rotary base and its scaling: in `rope_parameters` since transformers 5, at the top level before."""
+    # Where both are there, transformers lets the older one win.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if rope.get("partial_rotary_factor", 1) != 1 or any(isinstance(value, dict) for value in rope.values()):
+        raise UsageError(f"{origin}: {key} is {rope!r}, and only whole heads, all layers alike, are supported.")
+    scaling = RopeScaling.from_hf(
+        rope,
+        original=config.get("original_max_position_embeddings"),
+        max_positions=_size(config, "max_position_embeddings", origin),
+        named=f"{origin}: {key}",
+    )
+    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))), scaling

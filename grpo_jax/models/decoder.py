@@ -6,17 +6,20 @@ without the collection "lora" the same call computes the base.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from grpo_jax.models.attention import apply_rope, attend, attention_mask, rope_tables
+from grpo_jax.models.attention import apply_rope, rope_tables
+from grpo_jax.models.attention_backends import attend_rows, shared_mask
 from grpo_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig, projection_shapes
 from grpo_jax.models.layout import param_leaves
 from grpo_jax.models.lora import LoraDense
@@ -38,12 +41,23 @@ class RMSNorm(nn.Module):
         return scale_D.astype(self.dtype) * wide_xD.astype(self.dtype)
 
 
+class Reads(NamedTuple):
+    """Who may read whom, for all layers alike; the mask if the backend uses one."""
+
+    prompt_ids_BxT: Array
+    branch_ids_BxT: Array
+    mask_BxTxT: Array | None
+
+
 class _Part(nn.Module):
     """What the parts of a block share: the config, and linear layers by path."""
 
     config: ModelConfig
     lora: LoraConfig | None
     dtype: Any
+    attention: str
+    mesh: Any
+    quantization: str = "none"
 
     def linear(self, module: str) -> LoraDense:
         """The projection of a path such as "self_attn.q_proj", to be called in a compact method of its parent."""
@@ -52,6 +66,7 @@ class _Part(nn.Module):
             use_bias=module in self.config.biased,
             lora=self.lora if self.lora and self.lora.adapts(module) else None,
             dtype=self.dtype,
+            quantization=self.quantization,
             name=module.rpartition(".")[2],
         )
 
@@ -61,7 +76,7 @@ class _Part(nn.Module):
 
 class Attention(_Part):
     @nn.compact
-    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], mask_BxTxT: Array) -> Array:
+    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], reads: Reads) -> Array:
         def heads(name: str, count: int) -> Array:
             y_BxTxF = self.linear(f"self_attn.{name}")(x_BxTxD)
             return y_BxTxF.reshape(*y_BxTxF.shape[:2], count, self.config.head_dim)
@@ -71,7 +86,16 @@ class Attention(_Part):
         v_BxTxKxh = heads("v_proj", self.config.num_kv_heads)
         if self.config.qk_norm:
             q_BxTxHxh, k_BxTxKxh = self.norm("q_norm")(q_BxTxHxh), self.norm("k_norm")(k_BxTxKxh)
-        out_BxTxHxh = attend(apply_rope(q_BxTxHxh, rope), apply_rope(k_BxTxKxh, rope), v_BxTxKxh, mask_BxTxT)
+        out_BxTxHxh = attend_rows(
+            apply_rope(q_BxTxHxh, rope),
+            apply_rope(k_BxTxKxh, rope),
+            v_BxTxKxh,
+            reads.prompt_ids_BxT,
+            reads.branch_ids_BxT,
+            backend=self.attention,
+            mask_BxTxT=reads.mask_BxTxT,
+            mesh=self.mesh,
+        )
         return self.linear("self_attn.o_proj")(out_BxTxHxh.reshape(*x_BxTxD.shape[:2], -1))
 
 
@@ -86,11 +110,34 @@ class Block(_Part):
     """One layer, in the form that `nn.scan` wants: (carry, …) to (carry, nothing)."""
 
     @nn.compact
-    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], mask_BxTxT: Array) -> tuple[Array, None]:
-        parts = (self.config, self.lora, self.dtype)
-        x_BxTxD += Attention(*parts, name="self_attn")(self.norm("input_layernorm")(x_BxTxD), rope, mask_BxTxT)
+    def __call__(self, x_BxTxD: Array, rope: tuple[Array, Array], reads: Reads) -> tuple[Array, None]:
+        parts = (self.config, self.lora, self.dtype, self.attention, self.mesh, self.quantization)
+        x_BxTxD += Attention(*parts, name="self_attn")(self.norm("input_layernorm")(x_BxTxD), rope, reads)
+        x_BxTxD = on_rows(x_BxTxD, self.mesh)
         x_BxTxD += MLP(*parts, name="mlp")(self.norm("post_attention_layernorm")(x_BxTxD))
-        return x_BxTxD, None
+        return on_rows(x_BxTxD, self.mesh), None
+
+
+def layer_inputs(
+    config: ModelConfig, dtype: Any, attention: str, positions_BxT: Array, prompt_ids_BxT: Array, branch_ids_BxT: Array
+) -> tuple[tuple[Array, Array], Reads]:
+    """What a `Block` is given beside its activations, in every layer alike."""
+    rope = rope_tables(positions_BxT, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+    return rope, Reads(prompt_ids_BxT, branch_ids_BxT, shared_mask(prompt_ids_BxT, branch_ids_BxT, attention))
+
+
+def on_rows(x_Bx: Array, mesh: Mesh | None) -> Array:
+    """Activations lie where their rows do, whole: weights come to them, sharded over "fsdp" as they may be."""
+    if mesh is None:
+        return x_Bx
+    return jax.lax.with_sharding_constraint(x_Bx, NamedSharding(mesh, P(("data", "fsdp"))))
+
+
+_REMAT: dict[str, Callable[..., Any] | None] = {
+    # All products with a weight, but not the scores of attention, which are as large as the row is long, squared.
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": None,
+}
 
 
 class Decoder(nn.Module):
@@ -100,8 +147,14 @@ class Decoder(nn.Module):
     lora: LoraConfig | None = None
     dtype: Any = jnp.float32
     """What is computed in; norms, rotations and softmax in float32 if this is narrower."""
-    remat: Literal["none", "full"] = "none"
-    """"full" keeps only each block's input for the backward pass and computes the block again."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What the backward pass computes again: nothing, all but the products with weights, or all but a block's input."""
+    attention: str = "xla"
+    """A backend that can honour the rows, see `attention_backends.choose`."""
+    mesh: Mesh | None = None
+    """Of axes "data", "fsdp" and "tensor": rows lie over the first two. None: no constraint on where anything lies."""
+    quantization: str = "none"
+    """What the kernels of the layers are stored as, see `quantize`."""
 
     @nn.compact
     def __call__(self, tokens_BxT: Array, positions_BxT: Array, prompt_ids_BxT: Array, branch_ids_BxT: Array) -> Array:
@@ -122,16 +175,25 @@ class Decoder(nn.Module):
             _check_modules(self.variables["lora"], self.lora)
             adapted = True
         x_BxTxD = nn.Embed(config.vocab_size, config.hidden_size, self.dtype, self.dtype, name="embed")(tokens_BxT)
+        x_BxTxD = on_rows(x_BxTxD, self.mesh)
         layers = nn.scan(
             # Inside a scan no common subexpression can undo the recomputation, and the guard against it costs time.
-            nn.remat(Block, prevent_cse=False) if self.remat == "full" else Block,
+            nn.remat(Block, prevent_cse=False, policy=_REMAT[self.remat]) if self.remat != "none" else Block,
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True, "lora": True},
             in_axes=nn.broadcast,
             length=config.num_layers,
-        )(config, self.lora if adapted else None, self.dtype, name="layers")
-        rope = rope_tables(positions_BxT, config.head_dim, config.rope_theta, self.dtype)
-        x_BxTxD, _ = layers(x_BxTxD, rope, attention_mask(prompt_ids_BxT, branch_ids_BxT))
+        )(
+            config,
+            self.lora if adapted else None,
+            self.dtype,
+            self.attention,
+            self.mesh,
+            self.quantization,
+            name="layers",
+        )
+        shared = layer_inputs(config, self.dtype, self.attention, positions_BxT, prompt_ids_BxT, branch_ids_BxT)
+        x_BxTxD, _ = layers(x_BxTxD, *shared)
         return RMSNorm(config.norm_eps, self.dtype, name="final_norm")(x_BxTxD)
 
 

@@ -1,5 +1,6 @@
 """Low-rank adaptation of a linear layer (Hu et al. 2021, arXiv:2106.09685)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 
 from grpo_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig, projection_shapes
+from grpo_jax.models.layout import Leaf
+from grpo_jax.models.quantize import dequantize, stored_dtype, stored_leaves
 
 Array = jax.Array
 
@@ -15,8 +18,9 @@ Array = jax.Array
 class LoraDense(nn.Module):
     """y = x W (+ bias) + scale · (x A) B.
 
-    W and bias lie in the collection "params". A and B lie in "lora" as float32 masters, whatever the compute dtype, and
-    are cast where they are used: an optimiser step is far smaller than bfloat16 can add.
+    W and bias lie in the collection "params", W as what `quantize` stores it as. A and B lie in "lora" as float32
+    masters, whatever the compute dtype, and are cast where they are used: an optimiser step is far smaller than
+    bfloat16 can add.
     """
 
     features: int
@@ -24,6 +28,8 @@ class LoraDense(nn.Module):
     lora: LoraConfig | None
     """None: not adapted. Otherwise "lora" must hold this module's A and B."""
     dtype: Any
+    quantization: str = "none"
+    """Of W, see `quantize`."""
 
     @nn.compact
     def __call__(self, x_xD: Array) -> Array:
@@ -34,8 +40,7 @@ class LoraDense(nn.Module):
             ValueError: their rank is not the config's, so the scale would be wrong.
         """
         size = x_xD.shape[-1]
-        kernel_DxF = self.param("kernel", nn.initializers.lecun_normal(), (size, self.features), self.dtype)
-        y_xF = x_xD @ kernel_DxF.astype(self.dtype)
+        y_xF = self._product(x_xD)
         if self.use_bias:
             y_xF += self.param("bias", nn.initializers.zeros, (self.features,), self.dtype).astype(self.dtype)
         if self.lora is None:
@@ -47,6 +52,28 @@ class LoraDense(nn.Module):
         if given != expected:
             raise ValueError(f"A and B of {self.name} have the shapes {given}, not {expected}")
         return y_xF + (x_xD @ a_DxR.astype(self.dtype)) @ b_RxF.astype(self.dtype) * self.lora.scale
+
+    def _product(self, x_xD: Array) -> Array:
+        """x W. A quantised W is whole only in here, forward and backward: what is kept between is what it is stored as.
+
+        Raises:
+            UsageError: W cannot be stored so.
+        """
+        shape = x_xD.shape[-1], self.features
+        if self.quantization == "none":
+            return x_xD @ self.param("kernel", nn.initializers.lecun_normal(), shape, self.dtype).astype(self.dtype)
+        parts = stored_leaves(Leaf(self.name or "the layer", "kernel", shape, (None, None)), self.quantization)
+        stored = {
+            part.name: self.param(part.name, nn.initializers.zeros, part.shape, stored_dtype(part, self.dtype))
+            for part in parts
+        }
+
+        # The layers are scanned, and forward and backward are two loops: nothing could undo the recomputation.
+        @partial(jax.checkpoint, prevent_cse=False)
+        def product(x_xD: Array, stored: dict[str, Array]) -> Array:
+            return x_xD @ dequantize(stored, self.quantization, self.dtype)
+
+        return product(x_xD, stored)
 
 
 def init_lora(key: Array, config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:

@@ -53,8 +53,12 @@ def base_digest(path: str | Path) -> str:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{directory} holds no *.safetensors file.")
+    config = asdict(ModelConfig.from_dir(directory))
+    # The field is younger than the digests of bases without scaling, which stay what they were.
+    if config["rope_scaling"] is None:
+        del config["rope_scaling"]
     parts = {
-        "config": asdict(ModelConfig.from_dir(directory)),
+        "config": config,
         "files": [(file.name, _file_digest(file)) for file in files],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

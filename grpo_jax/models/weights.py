@@ -1,8 +1,9 @@
 """Base weights from Hugging Face safetensors files into our tree, without torch."""
 
 import json
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.layout import Leaf, param_leaves
+from grpo_jax.models.quantize import quantize, stored_dtype, stored_leaves
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -23,6 +25,7 @@ def load_params(
     config: ModelConfig,
     dtype: Any,
     *,
+    quantization: str = "none",
     place: Callable[[tuple[str, ...], np.ndarray], Any] = lambda _, array: jnp.asarray(array),
 ) -> dict[str, Any]:
     """The base parameter tree of a Hugging Face model directory.
@@ -32,7 +35,8 @@ def load_params(
     Args:
         path: directory with `model.safetensors`, or with `model.safetensors.index.json` and its shards.
         config: of the same directory.
-        dtype: of every array in the tree.
+        dtype: of every array in the tree that is not quantised.
+        quantization: of the kernels of the layers, from the values in the files; see `quantize`.
         place: takes an array's path in the tree and the host array, returns what stands in the tree, for instance the
             array sharded over a mesh; by default it goes to the default device.
 
@@ -40,13 +44,29 @@ def load_params(
         Nested dict as `Decoder` wants it: kernels (in, out), leaves under "layers" with the layers on axis 0.
 
     Raises:
-        UsageError: a file is missing or broken; a tensor is missing, unexpected, quantised or of another shape.
+        UsageError: a file is missing or broken; a tensor is missing, unexpected, quantised or of another shape; or the
+            model cannot be quantised so.
+    """
+    flat = {}
+    with open_leaves(path, config) as read:
+        for leaf in param_leaves(config):
+            for part, array in read(leaf, dtype, quantization).items():
+                flat[part.path] = place(part.path, array)
+    return unflatten_dict(flat)
+
+
+@contextmanager
+def open_leaves(path: str | Path, config: ModelConfig) -> Iterator[Callable[..., dict[Leaf, np.ndarray]]]:
+    """Leaf by leaf what `load_params` reads whole.
+
+    Yields:
+        read(leaf, dtype, quantization="none", layers=None): the arrays that the leaf is stored as, each contiguous.
+        `layers` are the indices of those to stack, by default all.
     """
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(path), stack)
-        leaves = param_leaves(config)
-        checkpoint.refuse_unexpected(_expected(leaves, config), config)
-        return unflatten_dict({leaf.path: place(leaf.path, _read(checkpoint, leaf, config, dtype)) for leaf in leaves})
+        checkpoint.refuse_unexpected(_expected(param_leaves(config), config), config)
+        yield partial(_read, checkpoint, config)
 
 
 class _Checkpoint:
@@ -105,11 +125,23 @@ def _hf_names(leaf: Leaf, config: ModelConfig) -> list[str]:
     return [leaf.hf_name(layer) for layer in range(config.num_layers)] if leaf.stacked else [leaf.hf_name()]
 
 
-def _read(checkpoint: _Checkpoint, leaf: Leaf, config: ModelConfig, dtype: Any) -> np.ndarray:
-    """The leaf as one contiguous host array, written layer by layer in the wanted dtype."""
+def _read(
+    checkpoint: _Checkpoint,
+    config: ModelConfig,
+    leaf: Leaf,
+    dtype: Any,
+    quantization: str = "none",
+    layers: Sequence[int] | None = None,
+) -> dict[Leaf, np.ndarray]:
+    """Written layer by layer, so that no second copy of all layers exists."""
     names = _hf_names(leaf, config)
-    array = np.empty((len(names), *leaf.shape), dtype)
+    names = names if layers is None else [names[layer] for layer in layers]
+    parts = stored_leaves(leaf, quantization)
+    arrays = {part: np.empty((len(names), *part.shape), stored_dtype(part, dtype)) for part in parts}
     for layer, name in enumerate(names):
         tensor = checkpoint.tensor(name, leaf.shape[::-1] if leaf.transposed else leaf.shape)
-        array[layer] = tensor.T if leaf.transposed else tensor
-    return array if leaf.stacked else array[0]
+        value = tensor.T if leaf.transposed else tensor
+        stored = {leaf.name: value} if parts == (leaf,) else quantize(value, quantization)
+        for part, array in arrays.items():
+            array[layer] = stored[part.name]
+    return arrays if leaf.stacked else {part: array[0] for part, array in arrays.items()}

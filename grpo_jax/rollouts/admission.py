@@ -12,6 +12,8 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from grpo_jax.storage.layout import ZERO_VARIANCE
+
 
 @dataclass(frozen=True, order=True)
 class Ticket:
@@ -26,7 +28,8 @@ class Admission:
 
     Attributes:
       total: groups that the run trains in all; may grow when a run is continued with more steps.
-      skipped: data index → reason, for those given up after `max_redraws` further attempts.
+      skipped: data index → reason, for those given up: after `max_redraws` further attempts, or replaced at once
+        because all samples earned the same.
       redraws: attempts that were put back to be drawn again since this object was made.
     """
 
@@ -111,7 +114,8 @@ class Admission:
         return self.live >= (self._max_staleness + 1 + version) * self._groups_per_version
 
     def _put_back(self, ticket: Ticket, reason: str) -> None:
-        if ticket.attempt < self._max_redraws:
+        # Samples of a prompt that all earn the same would do so again: another prompt takes its place.
+        if reason != ZERO_VARIANCE and ticket.attempt < self._max_redraws:
             heapq.heappush(self._pending, Ticket(ticket.index, ticket.attempt + 1))
         else:
             self.skipped[ticket.index] = reason

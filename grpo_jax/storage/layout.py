@@ -31,6 +31,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 MANIFEST = "manifest.json"
 
+# Why a group that is sound and fresh is not trained: all its rewards are equal, and its prompt is not drawn again.
+ZERO_VARIANCE = "zero_variance"
+
 
 def adapter(name: str, file: str) -> str:
     return f"{ADAPTERS}/{name}/{file}"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_jax.adapters.peft import adapter_files
-from grpo_jax.algorithms.objectives import log_ratio
+from grpo_jax.algorithms.objective import Objective
+from grpo_jax.algorithms.policy_losses import importance_sampling
 from grpo_jax.config.schema import Optimizer
 from grpo_jax.learner.optimizer import build_optimizer
 from grpo_jax.learner.probe import probe_lora
@@ -29,7 +30,12 @@ def base(smollm2_dir):
 def test_vllm_computes_our_log_probs(vllm_server, base, tmp_path, targets):
     model, lora = ModelConfig.from_dir(vllm_server.model_dir), LoraConfig(8, 16.0, targets=targets)
     step = build_step(
-        model, lora, build_optimizer(Optimizer(), 1), log_ratio, dtype=jnp.dtype("float32"), temperature=1.0
+        model,
+        lora,
+        build_optimizer(Optimizer()),
+        Objective(importance_sampling),
+        dtype=jnp.dtype("float32"),
+        temperature=1.0,
     )
     tree = probe_lora(jax.random.key(7), model, lora)
     ours = np.asarray(step.canary(base, tree, TOKENS))

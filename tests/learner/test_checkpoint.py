@@ -17,9 +17,9 @@ def states():
     step, (base, lora) = make_step(), base_and_lora()
     first = step.init(lora)
     host_first = jax.device_get(first)
-    acc = step.zeros(lora)
+    acc = step.zeros(first, np.float32(0))
     acc = acc.replace(grads=jax.tree.map(lambda g: g + 0.5, acc.grads))
-    second, _ = step.apply(base, first, acc, np.arange(8, dtype=np.int32))
+    second, _ = step.apply(base, first, acc, np.float32(1e-2), np.arange(8, dtype=np.int32))
     return host_first, jax.device_get(second)
 
 

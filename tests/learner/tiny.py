@@ -1,17 +1,20 @@
 """A tiny model, random groups, and the gradient of a batch through the real step."""
 
-from functools import cache, partial
+import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.algorithms.objectives import dual_clip
 from grpo_jax.config.schema import Algorithm, Optimizer
-from grpo_jax.learner.batch import train_samples
+from grpo_jax.learner.batch import train_minibatches
 from grpo_jax.learner.optimizer import build_optimizer
 from grpo_jax.learner.packing import pack
-from grpo_jax.learner.step import build_step, step_arrays
+from grpo_jax.learner.setup import Layout, Trainer, objective_of
+from grpo_jax.learner.sharding import make_mesh, param_shardings, place, row_shards
+from grpo_jax.learner.step import build_step
+from grpo_jax.learner.train import train_batch
 from grpo_jax.models.config import LoraConfig, ModelConfig
 from grpo_jax.models.decoder import init_params
 from grpo_jax.models.lora import init_lora
@@ -35,23 +38,37 @@ MODEL = ModelConfig(
 )
 LORA = LoraConfig(rank=4, alpha=8.0)
 ALGORITHM = Algorithm()
+MAX_TOKENS = 9
+
+
+def algorithm_of(pairs):
+    """A config's algorithm from nested tuples of (key, value), which can be hashed."""
+    return Algorithm(**_dicts(pairs))
+
+
+def _dicts(value):
+    is_pairs = isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value)
+    return {k: _dicts(v) for k, v in value} if is_pairs else value
 
 
 @cache
-def make_step(dtype="float32", optimizer=None):
-    """Compiled once for all tests that ask for the same."""
+def make_step(dtype="float32", algorithm=(), **others):
+    """Compiled once for all tests that ask for the same. `algorithm`: see `algorithm_of`."""
     return build_step(
         MODEL,
         LORA,
-        build_optimizer(optimizer or Optimizer(learning_rate=1e-2), 10),
-        partial(dual_clip, clip_low=0.2, clip_high=0.28, cap=3.0),
+        build_optimizer(Optimizer()),
+        objective_of(algorithm_of(algorithm)),
         dtype=jnp.dtype(dtype),
         temperature=0.7,
+        **others,
     )
 
 
 def base_and_lora(dtype="float32"):
     base = init_params(jax.random.key(0), MODEL, jnp.dtype(dtype))
+    # The head is tied to the embeddings: smaller ones make distributions that are not decided.
+    base["embed"]["embedding"] *= 0.25
     lora = init_lora(jax.random.key(1), MODEL, LORA)
     # B = 0 would hide every mistake in A's gradient.
     lora = jax.tree.map(lambda x: 0.3 * jax.random.normal(jax.random.key(2), x.shape, jnp.dtype(dtype)), lora)
@@ -91,9 +108,9 @@ def ragged_groups(seed=0, count=4):
 def gradient(step, base, lora, samples, *, row_tokens=64, rows=2, share_prompt=True, dtype="float32", extra=()):
     """(loss, gradient tree as float64) of a packed batch, accumulated over its micro-batches."""
     batches = pack(samples, row_tokens=row_tokens, rows=rows, share_prompt=share_prompt, dtype=np.dtype(dtype))
-    acc = step.zeros(lora)
+    acc = step.zeros(step.init(lora), np.float32(0))
     for batch in [*batches, *extra]:
-        acc, _, _ = step.accumulate(base, lora, acc, step_arrays(batch))
+        acc, _ = step.accumulate(base, lora, acc, step.arrays(batch))
     return float(acc.loss), jax.tree.map(lambda x: np.asarray(x, np.float64), acc.grads)
 
 
@@ -101,5 +118,48 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def samples_of(groups):
-    return train_samples(groups, ALGORITHM)
+def samples_of(groups, algorithm=ALGORITHM, **options):
+    (samples,) = train_minibatches(groups, algorithm, max_tokens=MAX_TOKENS, **options)
+    return samples
+
+
+class TinyTrainer(Trainer):
+    """A trainer without a model directory, with an adapter whose B is not 0."""
+
+    def initial_lora(self):
+        return base_and_lora(self.dtype.name)[1]
+
+
+def make_trainer(sizes=(1, 1, 1), dtype="float32", algorithm=(), *, row_tokens=64, rows=1, share_prompt=True, **step):
+    """On a mesh of the first data × fsdp × tensor devices."""
+    mesh = make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+    shardings = param_shardings(mesh, MODEL)
+    base, _ = base_and_lora(dtype)
+    return TinyTrainer(
+        model=MODEL,
+        lora=LORA,
+        base=jax.tree.map(lambda x, sharding: place(np.asarray(x), sharding), base, shardings),
+        base_digest="0" * 64,
+        step=make_step(dtype, algorithm, mesh=mesh, **step),
+        objective=objective_of(algorithm_of(algorithm)),
+        dtype=jnp.dtype(dtype),
+        seed=0,
+        layout=Layout(row_tokens, rows, row_shards(mesh), share_prompt),
+        attention="xla",
+    )
+
+
+def train(engine, groups, algorithm=(), *, rate=1e-2, steps=1):
+    """Some steps over the same groups; the last one's `Trained`."""
+    config = algorithm_of(algorithm)
+    lags = [0] * len(groups)
+    for _ in range(steps):
+        trained = train_batch(
+            engine,
+            train_minibatches(groups, config, max_tokens=MAX_TOKENS, step_lags=lags),
+            lags,
+            iterations=config.num_iterations,
+            rate=rate,
+            canary_tokens=np.arange(8, dtype=np.int32),
+        )
+    return trained

@@ -1,0 +1,1 @@
+"""Other systems on the quickstart's work: scripts run by environments of their own, with one JSON line a step."""
