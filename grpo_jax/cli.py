@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dir", metavar="RUN", help="the run's directory (default: <bucket>/<run>)")
     sub.add_argument("--fresh", action="store_true", help="delete what there is of this run and start anew")
     sub = with_config(command("check", _check, "validates a config and prints what it means; starts nothing"))
-    sub.add_argument("--offline", action="store_true", help="fetch nothing")
+    sub.add_argument("--offline", action="store_true", help="fetch nothing; sizes come from configs/models")
+    sub.add_argument(
+        "--no-compile", action="store_true", help="leave out the step's memory (half a minute for rows of 16k tokens)"
+    )
     sub = with_config(command("sample", _sample, "samples and scores the base model: is this task learnable?"))
     sub.add_argument("--n", type=int, default=64, help="completions (default 64)")
     sub = command("export", _export, "writes the adapter of a run as a PEFT directory")
@@ -108,11 +112,22 @@ def _check(arguments: argparse.Namespace) -> int:
     from grpo_jax.jobs.local import default_environment
 
     default_environment()
-    plan = check_config(load_config(arguments.config, arguments.overrides), offline=arguments.offline)
-    width = max(len(name) for name, _ in plan.rows)
-    for name, value in plan.rows:
+    config = load_config(arguments.config, arguments.overrides)
+    plan = check_config(config, offline=arguments.offline)
+    rows, unchecked = list(plan.rows), list(plan.unchecked)
+    if plan.model is not None and find_spec("jax") is None:
+        unchecked.append("the learner's memory: jax is not installed here")
+    elif plan.model is not None:
+        from grpo_jax.learner.estimate import force_host_devices, memory_estimate
+
+        force_host_devices(config.learner.mesh)
+        rows += memory_estimate(config, plan.model, compile=not arguments.no_compile).rows()
+        if arguments.no_compile:
+            unchecked.append("the compiled step's memory: --no-compile")
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
         print(f"{name:<{width}}  {value}")
-    for item in plan.unchecked:
+    for item in unchecked:
         print(f"not checked: {item}")
     return EXIT_DONE
 

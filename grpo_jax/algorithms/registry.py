@@ -4,9 +4,13 @@ An objective is one function in `policy_losses` (or anywhere: a config may name 
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from grpo_jax.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,29 @@ def loss_function(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module("grpo_jax.algorithms.policy_losses"), name)
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
+
+
+def bound_loss(name: str, numbers: Mapping[str, float]) -> Callable[..., Any]:
+    """The policy loss with its numbers bound: what is left to give it is the tokens.
+
+    Raises:
+      UsageError: a loss of the user's own cannot be imported, is no function, or does not take these numbers.
+    """
+    try:
+        loss = loss_function(name)
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"algorithm.loss: {name} cannot be imported: {reason}") from None
+    if not callable(loss):
+        raise UsageError(f"algorithm.loss: {name} is no function")
+    try:
+        inspect.signature(loss).bind(None, **numbers)
+    except TypeError as error:
+        raise UsageError(f"algorithm.loss_args: {name} cannot be called so: {error}") from None
+    except ValueError:  # written in C, without a signature to look at
+        pass
+    return partial(loss, **numbers)
 
 
 def factor_function(name: str) -> Callable[..., Any]:

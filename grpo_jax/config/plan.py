@@ -1,13 +1,17 @@
 """What a config means before anything is started: shapes, sizes, costs, and whether task, rewards and prompts fit."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_jax.config.schema import Config
+from grpo_jax.algorithms.registry import LOSSES, bound_loss
+from grpo_jax.config.schema import Algorithm, Config
 from grpo_jax.errors import UsageError
 from grpo_jax.generator.vllm import max_model_len, on_cpu, vllm_flags
-from grpo_jax.models.config import ModelConfig, parameter_count, projection_shapes, resolve_targets
-from grpo_jax.models.source import resolve_model
+from grpo_jax.models.config import LoraConfig, ModelConfig, adapter_count, parameter_count, resolve_targets
+from grpo_jax.models.flops import flops_per_token
+from grpo_jax.models.source import resolve_config, resolve_model, shipped_config
 from grpo_jax.rollouts.rewards import load_rewards
 from grpo_jax.rollouts.tasks import Splits, load_task, prompt_tokens
 from grpo_jax.rollouts.tokenizer import load_tokenizer
@@ -18,17 +22,22 @@ _MAX_PROMPTS = 20_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows of (what, value) for people, and what could not be checked."""
+    """Rows of (what, value) for people, what could not be checked, and the model, if anything says what it is."""
 
     rows: list[tuple[str, str]]
     unchecked: list[str] = field(default_factory=list)
+    model: ModelConfig | None = None
 
 
-def check_config(config: Config, *, offline: bool = False) -> Plan:
+def check_config(config: Config, *, offline: bool = False, weights: bool = False) -> Plan:
     """Checks all that can be checked without starting anything; UsageError names the key.
 
+    Of a model on the Hub only config and tokenizer are fetched. Where they cannot be had, what `configs/models` says of
+    the model is used, and what needs the tokenizer is listed as unchecked.
+
     Args:
-      offline: do not fetch a model; what needs it is listed as unchecked.
+      offline: fetch nothing; a model of which nothing is known here is unchecked too.
+      weights: fetch the whole model, for what is about to run; nothing takes its place.
     """
     Bucket(config.bucket)
     resolve_targets(config.lora.targets)
@@ -37,23 +46,49 @@ def check_config(config: Config, *, offline: bool = False) -> Plan:
     evaluation = config.evaluation
     if evaluation.samples and not splits.get(evaluation.split):
         raise UsageError(f"evaluation.split: {config.task.source} has no split {evaluation.split!r}")
-    rows = _batch_rows(config)
+    unchecked = _check_loss(config.algorithm)
+    rows = _batch_rows(config) + _objective_rows(config.algorithm)
     rows.append(("task", ", ".join(f"{len(problems)} {name}" for name, problems in splits.items())))
+    source = config.model.source
+    directory: Path | None = None
     try:
-        directory = resolve_model(config.model.source, offline=offline)
+        directory = resolve_model(source) if weights else resolve_config(source, offline=offline)
+        model = ModelConfig.from_dir(directory)
     except UsageError as error:
-        if not offline:
-            raise UsageError(f"model.source: {error}") from None
-        return Plan(rows, [f"model.source: {error}", "whether the prompts fit into a row"])
-    model = ModelConfig.from_dir(directory)
-    rows += _model_rows(config, model)
-    longest = _longest_prompt(config, splits, directory)
-    rows.append(
-        ("longest prompt", f"{longest} tokens, + {config.sampling.max_tokens} new ≤ row of {config.batch.row_tokens}")
-    )
+        known = None if weights or directory is not None else shipped_config(source)
+        if known is None and not offline:
+            nowhere = "" if weights or directory is not None else _nowhere(source)
+            raise UsageError(f"model.source: {error}{nowhere}") from None
+        unchecked += [f"model.source: {error}", "whether the prompts fit into a row"]
+        if known is None:
+            return Plan(rows, [*unchecked, f"all that depends on the model's size{_nowhere(source)}"])
+        model = known
+    rows += _model_rows(config, model, "its own config" if directory else "configs/models, not its own config")
+    if directory is not None:
+        longest, new, row = (
+            _longest_prompt(config, splits, directory),
+            config.sampling.max_tokens,
+            config.batch.row_tokens,
+        )
+        rows.append(("longest prompt", f"{longest} tokens, + {new} new ≤ row of {row}"))
     if config.generator.engine == "vllm" and config.generator.replicas:
-        rows.append(("vLLM", " ".join(vllm_flags(config, directory, port=0, seed=config.seed, cpu=on_cpu()))))
-    return Plan(rows)
+        flags = vllm_flags(config, directory or Path(source), port=0, seed=config.seed, cpu=on_cpu())
+        rows.append(("vLLM", " ".join(flags)))
+    return Plan(rows, unchecked, model)
+
+
+def _nowhere(source: str) -> str:
+    return f"; nor is there a configs/models/{source.replace('/', '--')}.json beside this package"
+
+
+def _check_loss(algorithm: Algorithm) -> list[str]:
+    """Imports a loss of the user's own and checks its numbers; returns what could not be checked."""
+    if algorithm.loss in LOSSES:
+        return []
+    if find_spec("jax") is None:
+        return [f"algorithm.loss: {algorithm.loss}, as jax is not installed here"]
+    bound_loss(algorithm.loss, algorithm.loss_numbers)
+    return []
 
 
 def _batch_rows(config: Config) -> list[tuple[str, str]]:
@@ -67,21 +102,49 @@ def _batch_rows(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def _model_rows(config: Config, model: ModelConfig) -> list[tuple[str, str]]:
-    shapes = projection_shapes(model)
-    targets = resolve_targets(config.lora.targets)
-    adapter = model.num_layers * sum(
-        config.lora.rank * sum(shape) for module, shape in shapes.items() if module.rpartition(".")[2] in targets
-    )
-    parameters = parameter_count(model)
+def _objective_rows(algorithm: Algorithm) -> list[tuple[str, str]]:
+    parts = [f"{_called(algorithm.loss, algorithm.loss_numbers)} against {_ANCHORS[algorithm.anchor]}"]
+    parts += [f"times {_called(name, numbers)}" for name, numbers in algorithm.factors.items()]
+    parts += [f"advantages {algorithm.advantages}", f"aggregation {algorithm.aggregation}"]
+    if algorithm.kl_coef:
+        parts.append(f"KL to the base {algorithm.kl_coef:g} × {algorithm.kl_estimator}")
+    if algorithm.entropy_coef:
+        parts.append(f"entropy bonus {algorithm.entropy_coef:g}")
+    rows = [
+        ("objective", ", ".join(parts)),
+        (
+            "updates a step",
+            f"{algorithm.updates_per_step} (passes {algorithm.num_iterations} × minibatches {algorithm.minibatches})",
+        ),
+    ]
+    if algorithm.inert_clip:
+        rows.append(
+            (
+                "warning",
+                "anchor recomputed with one update a step: the ratio is always 1, so no clip of the loss does anything",
+            )
+        )
+    return rows
+
+
+_ANCHORS = {"sampler": "the sampler's log-probabilities", "recomputed": "log-probabilities recomputed at arrival"}
+
+
+def _called(name: str, numbers: Mapping[str, float]) -> str:
+    return f"{name}({', '.join(f'{key} {value:g}' for key, value in numbers.items())})"
+
+
+def _model_rows(config: Config, model: ModelConfig, origin: str) -> list[tuple[str, str]]:
+    wanted = config.lora
+    lora = LoraConfig(wanted.rank, wanted.alpha, wanted.rslora, resolve_targets(wanted.targets))
+    parameters, adapter = parameter_count(model), adapter_count(model, lora)
     width = 4 if config.model.dtype == "float32" else 2
-    # Forward 2 N and backward through the activations 2 N; a frozen base has no weight gradient.
-    flops = 4 * (parameters - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size))
+    flops = flops_per_token(model, lora) / 1e9
     return [
-        ("model", f"{model.family}, {parameters / 1e6:.1f} M parameters, {parameters * width / 1e9:.2f} GB"),
-        ("adapter", f"rank {config.lora.rank}, {adapter / 1e6:.2f} M parameters, {adapter * 4 / 1e6:.1f} MB a version"),
-        ("learner memory", f"{(parameters * width + adapter * 4 * 5) / 1e9:.2f} GB before activations"),
-        ("FLOPs", f"{flops / 1e9:.2f} G a token, forward and backward, frozen base (4 N)"),
+        ("model", f"{model.family}, {model.num_layers} layers, by {origin}"),
+        ("parameters", f"{parameters:,}; {parameters * width / 1e9:.2f} GB in {config.model.dtype}"),
+        ("adapter", f"rank {lora.rank}, {adapter:,} parameters, {adapter * 4 / 1e6:.1f} MB a version"),
+        ("FLOPs a token", f"{flops:.2f} G, forward and backward: 4 a parameter of the frozen base, 6 of the adapter"),
         ("generator context", f"{max_model_len(config)} tokens"),
     ]
 

@@ -166,15 +166,15 @@ class Algorithm(Section):
         """Puts a preset under what the config says itself."""
         if not isinstance(given, dict) or given.get("preset") is None:
             return given
-        recipe = registry.PRESETS.get(given["preset"])
+        recipe = registry.PRESETS.get(given["preset"]) if isinstance(given["preset"], str) else None
         if recipe is None:
             raise ValueError(f"preset {given['preset']!r} is unknown; there are {', '.join(registry.PRESETS)}")
         merged = {**recipe, **given}
         for name, args in (("loss", "loss_args"), ("weight", "weight_args")):
-            if merged.get(name) == recipe.get(name):
-                merged[args] = {**recipe.get(args, {}), **(given.get(args) or {})}
-            else:  # the recipe's numbers are another function's
-                merged[args] = given.get(args) or {}
+            merged[args] = said = given.get(args) or {}
+            # Of another function than the recipe's, the recipe has no numbers; what is no mapping is refused later.
+            if merged.get(name) == recipe.get(name) and isinstance(said, dict):
+                merged[args] = {**recipe.get(args, {}), **said}
         return merged
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
     if record is not None or run.list(layout.INCARNATIONS):
         _refuse_living(run)
     if fresh:
-        check_config(config)  # a config that cannot run must not cost the run that could
+        check_config(config, weights=True)  # a config that cannot run must not cost the run that could
         delete_run(run)
         record = None
     if record is not None:
@@ -75,7 +75,7 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
             )
         if record["status"] == "finished" and record["config"]["steps"] >= config.steps:
             return _finished(run, run_dir, "finished already")
-    check_config(config)
+    check_config(config, weights=True)
 
     run_dir.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:

@@ -35,7 +35,7 @@ def sample_base(config: Config, n: int) -> int:
                 "evaluation": config.evaluation.model_copy(update={"samples": 0}),
             }
         )
-        check_config(config)
+        check_config(config, weights=True)
         run_dir = Path(name) / config.run
         run_dir.mkdir()
         supervisor = Supervisor(config, run_dir, learner_arguments=("--hold",))

@@ -73,13 +73,13 @@ def train_minibatches(
         n = len(group.samples)
         rewards[g, :n], valid[g, :n] = shaped_rewards(group, algorithm, max_tokens), trainable(group)
         lengths[g, :n] = [len(sample.tokens) for sample in group.samples]
+    if algorithm.zero_variance != "keep":
+        valid[flat] = False  # dropped groups count nowhere
     advantages = np.array(
         group_advantages(
             rewards, valid, kind=algorithm.advantages, eps=algorithm.advantage_eps, ddof=algorithm.advantage_ddof
         )
     )
-    if algorithm.zero_variance != "keep":
-        valid[flat] = False
 
     def is_trained(g: int, s: int, sample: Sample) -> bool:
         cut = algorithm.overlong == "filter" and sample.finish_reason == "length"

@@ -58,7 +58,7 @@ class Checkpointer:
                 except (ValueError, KeyError, OSError) as error:
                     log.warning("checkpoint %d is passed over: %s", step, error)
                     continue
-                with ocp.StandardCheckpointer() as checkpointer:
+                with _orbax() as checkpointer:
                     # Always with a target: without one Orbax guesses types.
                     state = checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: target))
                 return state, meta
@@ -68,7 +68,7 @@ class Checkpointer:
         prefix = f"{layout.CHECKPOINTS}/{step:06d}"
         with tempfile.TemporaryDirectory(prefix="grpo_jax-save-") as name:
             folder = Path(name)
-            with ocp.StandardCheckpointer() as checkpointer:
+            with _orbax() as checkpointer:
                 checkpointer.save(folder / "state", state)
             files = {}
             for path in sorted(p for p in folder.rglob("*") if p.is_file()):
@@ -94,3 +94,13 @@ class Checkpointer:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
         return manifest["meta"]
+
+
+def _orbax() -> ocp.StandardCheckpointer:
+    """Of this process alone: of several only the first saves and restores, the others come to no barrier."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix="grpo_jax",
+    )
+    return ocp.StandardCheckpointer(multiprocessing_options=alone)

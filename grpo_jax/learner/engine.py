@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._step, self._base = trainer.step, trainer.base
-        self._state: LearnerState = self._step.init(self._step.place_lora(trainer.initial_lora()))
+        self._state: LearnerState = _settled(self._step.init(self._step.place_lora(trainer.initial_lora())))
         self._acc: Accumulated | None = None
         self._marked: LearnerState | None = None
 
@@ -42,6 +42,10 @@ class Engine:
         assert self._marked is not None
         self._state, self._marked = self._marked, None
 
+    def unmark(self) -> None:
+        """Frees the copy."""
+        self._marked = None
+
     def score(self, batch: MicroBatch) -> np.ndarray:
         """float32 S×N: log-probabilities under the current policy, without a gradient."""
         logprob_SxN, _ = self._step.score(self._base, self._state.lora, self._step.arrays(batch))
@@ -53,19 +57,21 @@ class Engine:
 
     def begin(self, update: int) -> None:
         """Starts the sums of an optimiser update, the `update`-th of its step."""
-        self._acc = self._step.zeros(self._state, np.float32(update))
+        self._acc = _settled(self._step.zeros(self._state, np.float32(update)))
 
     def accumulate(self, batch: MicroBatch) -> TokenOutputs:
         assert self._acc is not None
         arrays = self._step.arrays(batch)
-        self._acc, outputs = self._step.accumulate(self._base, self._state.lora, self._acc, arrays)
+        self._acc, outputs = _settled(self._step.accumulate(self._base, self._state.lora, self._acc, arrays))
         return outputs
 
     def apply(self, rate: float, canary_tokens: np.ndarray) -> tuple[float, Applied]:
         """(loss, what is left beside the new state)."""
         assert self._acc is not None
         loss = float(self._acc.loss)
-        self._state, applied = self._step.apply(self._base, self._state, self._acc, np.float32(rate), canary_tokens)
+        self._state, applied = _settled(
+            self._step.apply(self._base, self._state, self._acc, np.float32(rate), canary_tokens)
+        )
         self._acc = None
         return loss, applied
 
@@ -76,8 +82,14 @@ class Engine:
     def published(self) -> Tree:
         """The adapter as it would be published now, whole on every device."""
         # A copy in any case: the state is donated to the next update, whatever else still reads it.
-        return jax.tree.map(jnp.copy, self.trainer.published_form(self._step.gather(self._state.lora)))
+        return _settled(jax.tree.map(jnp.copy, self.trainer.published_form(self._step.gather(self._state.lora))))
 
     def state_shape(self) -> LearnerState:
         """Shapes and dtypes of the state, for a restore."""
         return jax.eval_shape(lambda: self._state)
+
+
+def _settled(arrays: Any) -> Any:
+    """The same arrays. With several processes only once they are computed: on a CPU two functions that do not depend on
+    each other may run at one time, and then their collectives meet in another order on each process."""
+    return jax.block_until_ready(arrays) if jax.process_count() > 1 else arrays

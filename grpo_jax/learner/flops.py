@@ -1,10 +1,8 @@
-"""Floating-point operations: what a token costs, and what a device could do."""
+"""Floating-point operations that a device could do; what a token costs is `models.flops`."""
 
 from typing import Any
 
 import jax.numpy as jnp
-
-from grpo_jax.models.config import LoraConfig, ModelConfig, parameter_count, projection_shapes
 
 # Dense bfloat16 / float16 peak of a device, from its maker's data sheet, by a part of `jax.Device.device_kind`.
 _PEAK = (
@@ -22,20 +20,6 @@ _PEAK = (
     ("TPU v5", 459e12),
     ("TPU v4", 275e12),
 )
-
-
-def flops_per_token(config: ModelConfig, lora: LoraConfig) -> float:
-    """Forward and backward of one token with a frozen base: 4 N, and 6 for each number of the adapter.
-
-    2 N forward and 2 N backward through the activations: the base has no weight gradient. N counts what a token is
-    multiplied with: the head, but not an embedding that is only looked up. Attention's own products, which grow with
-    the row, and what remat computes again are not counted.
-    """
-    matrices = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
-    adapter = config.num_layers * sum(
-        lora.rank * sum(shape) for module, shape in projection_shapes(config).items() if lora.adapts(module)
-    )
-    return 4.0 * matrices + 6.0 * adapter
 
 
 def peak_flops(device_kind: str, dtype: Any) -> float | None:

@@ -16,7 +16,7 @@ from grpo_jax.learner.batch import is_zero_variance, train_minibatches
 from grpo_jax.learner.checkpoint import Checkpointer
 from grpo_jax.learner.diagnostics import group_metrics, token_metrics
 from grpo_jax.learner.engine import Engine
-from grpo_jax.learner.flops import flops_per_token, peak_flops
+from grpo_jax.learner.flops import peak_flops
 from grpo_jax.learner.ledger import Ledger
 from grpo_jax.learner.multihost import Leader, connect, follow, make_engine
 from grpo_jax.learner.optimizer import learning_rate
@@ -26,6 +26,7 @@ from grpo_jax.learner.setup import Trainer, build_trainer
 from grpo_jax.learner.step import Applied
 from grpo_jax.learner.surroundings import Surroundings
 from grpo_jax.learner.train import Trained, train_batch
+from grpo_jax.models.flops import flops_per_token
 from grpo_jax.observability.metrics import MetricsLog
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout

@@ -52,6 +52,10 @@ class Leader(Engine):
         _broadcast("rewind")
         super().rewind()
 
+    def unmark(self) -> None:
+        _broadcast("unmark")
+        super().unmark()
+
     def score(self, batch: MicroBatch) -> np.ndarray:
         _broadcast("score", astuple(batch))
         return super().score(batch)

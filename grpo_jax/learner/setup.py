@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from grpo_jax.algorithms.objective import Objective
-from grpo_jax.algorithms.registry import factor_function, loss_function
+from grpo_jax.algorithms.registry import bound_loss, factor_function
 from grpo_jax.cache import cache_dir
 from grpo_jax.config.schema import Algorithm, Config
 from grpo_jax.errors import UsageError
@@ -73,13 +73,9 @@ def lora_config(config: Config) -> LoraConfig:
 
 
 def objective_of(algorithm: Algorithm) -> Objective:
-    """The composed objective. A loss of the user's own that cannot be imported is a UsageError."""
-    try:
-        loss = loss_function(algorithm.loss)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"algorithm.loss: {algorithm.loss} cannot be imported: {error}") from None
+    """The composed objective. A loss of the user's own that cannot be used is a UsageError, see `bound_loss`."""
     return Objective(
-        loss=partial(loss, **algorithm.loss_numbers),
+        loss=bound_loss(algorithm.loss, algorithm.loss_numbers),
         factors=tuple(partial(factor_function(name), **numbers) for name, numbers in algorithm.factors.items()),
         anchor=algorithm.anchor,
         kl_coef=algorithm.kl_coef,

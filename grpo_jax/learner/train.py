@@ -80,6 +80,8 @@ def train_batch(
         if updates > 1:
             engine.rewind()  # half a step is no state to resume from
         raise
+    if updates > 1:
+        engine.unmark()
     lags = np.asarray(step_lags, np.int64)
     trained.record = _record(outputs, lags, objective.needs_old, objective.needs_reference)
     return trained

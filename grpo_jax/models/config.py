@@ -172,6 +172,12 @@ def parameter_count(config: ModelConfig) -> int:
     return embeddings + config.num_layers * layer + config.hidden_size
 
 
+def adapter_count(config: ModelConfig, lora: LoraConfig) -> int:
+    """How many numbers the A and B of an adapter have, all layers together."""
+    shapes = projection_shapes(config).items()
+    return config.num_layers * sum(lora.rank * sum(shape) for module, shape in shapes if lora.adapts(module))
+
+
 def _size(config: Mapping[str, Any], key: str, origin: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or value < 1:

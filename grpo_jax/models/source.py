@@ -10,11 +10,15 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models import smollm2
 from grpo_jax.models.config import ModelConfig
 
-# Weights as safetensors only: a pickle from the Hub is never wanted.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+# Config and tokenizer. Weights come as safetensors only: a pickle from the Hub is never wanted.
+_CONFIG_PATTERNS = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+_HUB_PATTERNS = ["*.safetensors", *_CONFIG_PATTERNS]
 # Second copies of the weights, in other layouts or frameworks, that some repositories carry.
 _HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]
 _BLOCK = 8 * 1024 * 1024
+_HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+# In a checkout, beside the package: what a model is, for where its own config cannot be had.
+_FACTS = Path(__file__).parents[2] / "configs" / "models"
 
 
 def resolve_model(source: str, *, offline: bool = False) -> Path:
@@ -28,6 +32,26 @@ def resolve_model(source: str, *, offline: bool = False) -> Path:
     Raises:
         UsageError: there is no such directory, package or repository, or it cannot be fetched.
     """
+    return _resolve(source, offline, _HUB_PATTERNS)
+
+
+def resolve_config(source: str, *, offline: bool = False) -> Path:
+    """As `resolve_model`, but of a Hub repository only the config and the tokenizer, a few megabytes, are fetched."""
+    return _resolve(source, offline, _CONFIG_PATTERNS)
+
+
+def shipped_config(source: str) -> ModelConfig | None:
+    """What `configs/models/<org>--<name>.json` beside this package says of a Hub model; None if there is no such file.
+
+    An installed wheel has no such folder; an editable checkout does.
+    """
+    file = _FACTS / f"{source.replace('/', '--')}.json"
+    if not re.fullmatch(_HUB_ID, source) or not file.is_file():
+        return None
+    return ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")), origin=str(file))
+
+
+def _resolve(source: str, offline: bool, patterns: list[str]) -> Path:
     directory = Path(source).expanduser()
     if source and directory.is_dir():
         return directory
@@ -35,9 +59,9 @@ def resolve_model(source: str, *, offline: bool = False) -> Path:
         return smollm2.hf_directory()
     if source.startswith("pypi:"):
         raise UsageError(f"model {source!r} is unknown; the only model from PyPI is {smollm2.SOURCE}.")
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
+    if not re.fullmatch(_HUB_ID, source):
         raise UsageError(f"model {source!r} is neither an existing directory nor the id of a Hub repository.")
-    return _from_hub(source, offline)
+    return _from_hub(source, offline, patterns)
 
 
 def base_digest(path: str | Path) -> str:
@@ -73,13 +97,13 @@ def _file_digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _from_hub(repository: str, offline: bool) -> Path:
+def _from_hub(repository: str, offline: bool, patterns: list[str]) -> Path:
     import huggingface_hub
 
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                repository, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED, local_files_only=offline
+                repository, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED, local_files_only=offline
             )
         )
     # The client passes on what its HTTP, cache and validation layers raise, which share no base class of their own.

@@ -29,14 +29,8 @@ def base(smollm2_dir):
 @pytest.mark.parametrize("targets", [TARGETS, *((t,) for t in TARGETS)], ids=["all", *TARGETS])
 def test_vllm_computes_our_log_probs(vllm_server, base, tmp_path, targets):
     model, lora = ModelConfig.from_dir(vllm_server.model_dir), LoraConfig(8, 16.0, targets=targets)
-    step = build_step(
-        model,
-        lora,
-        build_optimizer(Optimizer()),
-        Objective(importance_sampling),
-        dtype=jnp.dtype("float32"),
-        temperature=1.0,
-    )
+    objective, float32 = Objective(importance_sampling), jnp.dtype("float32")
+    step = build_step(model, lora, build_optimizer(Optimizer()), objective, dtype=float32, temperature=1.0)
     tree = probe_lora(jax.random.key(7), model, lora)
     ours = np.asarray(step.canary(base, tree, TOKENS))
     without = np.asarray(step.canary(base, jax.tree.map(jnp.zeros_like, tree), TOKENS))

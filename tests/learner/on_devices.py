@@ -1,6 +1,6 @@
 """Run by `test_devices`, in a process of its own with eight forced host devices (or two processes with two each).
 
-Trains the same groups on the mesh of the command line, and prints what came out as JSON.
+Trains the same groups on the mesh of the command line, and prints what came out as JSON behind the word RESULTS.
 """
 
 import json
@@ -55,7 +55,7 @@ def main() -> None:
         found.append(summary(engine))
         if isinstance(engine, Leader):
             engine.dismiss(0)
-    print(json.dumps(found))
+    print("RESULTS", json.dumps(found))
 
 
 if __name__ == "__main__":

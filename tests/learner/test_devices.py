@@ -41,7 +41,8 @@ def results(process, timeout=400):
     finally:
         process.kill()
     assert process.returncode == 0, error[-3000:]
-    return json.loads(out.splitlines()[-1]) if out.strip() else None
+    found = [line for line in out.splitlines() if line.startswith("RESULTS ")]
+    return json.loads(found[0].partition(" ")[2]) if found else None
 
 
 @pytest.fixture(scope="module")

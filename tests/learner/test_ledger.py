@@ -1,9 +1,12 @@
 import numpy as np
 
+from grpo_jax.config.schema import Algorithm
+from grpo_jax.learner.batch import is_zero_variance
 from grpo_jax.learner.ledger import Ledger
 from tests.learner.tiny import make_group
 
 NAMES = {v: f"tiny.v{v:06d}.{v:08x}" for v in range(6)}
+EQUAL, UNEQUAL = [0.1] * 4, [0.0, 1.0, 0.0, 0.0]
 
 
 def group(index, version, started_at=None, policy=None, rewards=None):
@@ -61,3 +64,63 @@ def test_a_file_that_is_no_group_is_dropped_so_that_it_is_drawn_again():
     ledger.take(1, version=1)
     ledger.reject(["e000.i000000.a00", "e000.i000007.a00"])
     assert ledger.drops == {"e000.i000007.a00": "invalid"}
+
+
+def take(ledger, count, max_candidates):
+    groups = ledger.take(
+        count, 1, is_replaced=lambda g: is_zero_variance(g, Algorithm(), 9), max_candidates=max_candidates
+    )
+    return None if groups is None else [g.id.index for g in groups]
+
+
+def offer(ledger, *rewards, first=0):
+    ledger.offer(group(first + i, 1, rewards=values) for i, values in enumerate(rewards))
+
+
+def dropped(ledger):
+    return {int(key.split(".i")[1][:6]): reason for key, reason in ledger.drops.items()}
+
+
+def test_groups_of_equal_rewards_make_room_for_others():
+    ledger = Ledger(max_staleness=1)
+    offer(ledger, EQUAL, UNEQUAL, EQUAL)
+    assert take(ledger, 2, 8) is None  # the equal ones are gone already, so that the worker can draw others
+    assert dropped(ledger) == {0: "zero_variance", 2: "zero_variance"}
+    offer(ledger, EQUAL, UNEQUAL, UNEQUAL)  # the first three again: a dropped one does not come back
+    assert take(ledger, 2, 8) is None
+    offer(ledger, UNEQUAL, EQUAL, first=3)
+    assert take(ledger, 2, 8) == [1, 3]
+    assert dropped(ledger) == {0: "zero_variance", 2: "zero_variance"}  # 4 was not looked at
+
+
+def test_after_so_many_candidates_a_batch_takes_what_is_left_of_them():
+    ledger = Ledger(max_staleness=1)
+    offer(ledger, EQUAL, UNEQUAL, EQUAL, EQUAL, UNEQUAL)
+    assert take(ledger, 2, 4) == [1]
+    assert sorted(dropped(ledger)) == [0, 2, 3]
+
+
+def test_a_batch_may_be_left_with_no_group_at_all():
+    ledger = Ledger(max_staleness=1)
+    offer(ledger, EQUAL, EQUAL)
+    assert take(ledger, 2, 3) is None
+    offer(ledger, EQUAL, UNEQUAL, UNEQUAL, first=2)
+    assert take(ledger, 2, 3) == []
+    assert take(ledger, 2, 3) == [3, 4]
+
+
+def test_each_batch_counts_its_own_candidates():
+    ledger = Ledger(max_staleness=1)
+    offer(ledger, EQUAL, EQUAL, UNEQUAL)
+    assert take(ledger, 1, 3) == [2]
+    offer(ledger, EQUAL, EQUAL, first=3)
+    assert take(ledger, 1, 3) is None  # two of three
+    offer(ledger, UNEQUAL, first=5)
+    assert take(ledger, 1, 3) == [5]
+
+
+def test_without_replacement_equal_rewards_are_taken_like_others():
+    ledger = Ledger(max_staleness=1)
+    offer(ledger, EQUAL, UNEQUAL)
+    assert [g.id.index for g in ledger.take(2, 1)] == [0, 1]
+    assert ledger.drops == {}

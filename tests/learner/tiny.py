@@ -1,6 +1,7 @@
 """A tiny model, random groups, and the gradient of a batch through the real step."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -54,7 +55,7 @@ def _dicts(value):
 @cache
 def make_step(dtype="float32", algorithm=(), **others):
     """Compiled once for all tests that ask for the same. `algorithm`: see `algorithm_of`."""
-    return build_step(
+    step = build_step(
         MODEL,
         LORA,
         build_optimizer(Optimizer()),
@@ -63,6 +64,8 @@ def make_step(dtype="float32", algorithm=(), **others):
         temperature=0.7,
         **others,
     )
+    # Only the gradient depends on the objective; the rest need not be compiled again for each of them.
+    return replace(make_step(dtype, **others), accumulate=step.accumulate) if algorithm else step
 
 
 def base_and_lora(dtype="float32"):
@@ -70,8 +73,9 @@ def base_and_lora(dtype="float32"):
     # The head is tied to the embeddings: smaller ones make distributions that are not decided.
     base["embed"]["embedding"] *= 0.25
     lora = init_lora(jax.random.key(1), MODEL, LORA)
-    # B = 0 would hide every mistake in A's gradient.
-    lora = jax.tree.map(lambda x: 0.3 * jax.random.normal(jax.random.key(2), x.shape, jnp.dtype(dtype)), lora)
+    # B = 0 would hide every mistake in A's gradient. An adapter is never narrower than float32.
+    wide = jnp.promote_types(dtype, jnp.float32)
+    lora = jax.tree.map(lambda x: 0.3 * jax.random.normal(jax.random.key(2), x.shape, wide), lora)
     return base, lora
 
 

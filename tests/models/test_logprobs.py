@@ -114,3 +114,21 @@ def test_remat_and_chunk_change_neither_logprobs_nor_gradients(x64):
 
     expected = score("none", len(targets))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), score("full", 5), expected)
+
+
+def test_the_gradient_through_the_entropy_is_its_slope(x64):
+    config, params, hidden, targets = case("llama-tied", 6, np.float64)
+    weights = np.arange(1.0, 7.0)
+
+    def total(hidden):
+        found, entropy = token_logprobs(
+            params, hidden, targets, config=config, temperature=0.7, chunk=4, entropy_gradient=True
+        )
+        return weights @ (entropy + 0.1 * found)
+
+    slope, eps = jax.jit(jax.grad(total))(hidden), 1e-6
+    value = jax.jit(total)
+    for seed in range(3):
+        direction = np.random.default_rng(seed).standard_normal(hidden.shape)
+        found = (value(hidden + eps * direction) - value(hidden - eps * direction)) / (2 * eps)
+        np.testing.assert_allclose(found, np.sum(slope * direction), rtol=1e-6)
