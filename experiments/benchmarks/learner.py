@@ -43,7 +43,7 @@ class Shape:
 
 SHAPES = {
     "short": Shape(
-        8, 26, 13, 16, ("--row-tokens=256", "--rows=2"), ("--row-tokens=144", "--rows=1"), ("--micro-batch=16",)
+        8, 26, 13, 16, ("--row-tokens=80", "--rows=8"), ("--row-tokens=144", "--rows=2"), ("--micro-batch=16",)
     ),
     "long": Shape(
         1, 200, 450, 900, ("--row-tokens=1664", "--rows=1"), ("--row-tokens=1664", "--rows=1"), ("--micro-batch=2",)

@@ -51,7 +51,7 @@ class LoraDense(nn.Module):
         given, expected = (a_DxR.shape, b_RxF.shape), ((size, rank), (rank, self.features))
         if given != expected:
             raise ValueError(f"A and B of {self.name} have the shapes {given}, not {expected}")
-        return y_xF + (x_xD @ a_DxR.astype(self.dtype)) @ b_RxF.astype(self.dtype) * self.lora.scale
+        return y_xF + low_rank(x_xD, a_DxR, b_RxF, self.lora.scale)
 
     def _product(self, x_xD: Array) -> Array:
         """x W. A quantised W is whole only in here, forward and backward: what is kept between is what it is stored as.
@@ -74,6 +74,38 @@ class LoraDense(nn.Module):
             return x_xD @ dequantize(stored, self.quantization, self.dtype)
 
         return product(x_xD, stored)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def low_rank(x_xD: Array, a_DxR: Array, b_RxF: Array, scale: float) -> Array:
+    """scale · (x A) B in the dtype of x; A and B float32.
+
+    The gradient is written out for three reasons. A's and B's sum over tokens in float32, whatever the compute dtype.
+    x A is computed again instead of kept. And each product has the thin matrix on the left: derived automatically, the
+    gradient of B is a transposed product, for which the compiler copies all of dy in an order that misses every cache.
+    """
+    return (x_xD @ a_DxR.astype(x_xD.dtype)) @ b_RxF.astype(x_xD.dtype) * scale
+
+
+def _low_rank_fwd(x_xD: Array, a_DxR: Array, b_RxF: Array, scale: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    return low_rank(x_xD, a_DxR, b_RxF, scale), (x_xD, a_DxR, b_RxF)
+
+
+def _low_rank_bwd(scale: float, kept: tuple[Array, Array, Array], dy_xF: Array) -> tuple[Array, Array, Array]:
+    x_xD, a_DxR, b_RxF = kept
+    a, b = a_DxR.astype(x_xD.dtype), b_RxF.astype(x_xD.dtype)
+    h_xR, dh_xR = (x_xD @ a) * scale, (dy_xF @ b.T) * scale
+
+    def over_tokens(thin_xR: Array, wide_xN: Array, dtype: Any) -> Array:
+        tokens = tuple(range(thin_xR.ndim - 1))
+        wide = jnp.promote_types(thin_xR.dtype, jnp.float32)
+        product = jax.lax.dot_general(thin_xR, wide_xN, ((tokens, tokens), ((), ())), preferred_element_type=wide)
+        return product.astype(dtype)
+
+    return dh_xR @ a.T, over_tokens(dh_xR, x_xD, a_DxR.dtype).T, over_tokens(h_xR, dy_xF, b_RxF.dtype)
+
+
+low_rank.defvjp(_low_rank_fwd, _low_rank_bwd)
 
 
 def init_lora(key: Array, config: ModelConfig, lora: LoraConfig) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -6,7 +7,7 @@ from grpo_jax.models.config import PROJECTIONS, LoraConfig
 from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.layout import hf_module_name
 from grpo_jax.models.logprobs import logits
-from grpo_jax.models.lora import init_lora
+from grpo_jax.models.lora import init_lora, low_rank
 from tests.models.conftest import (
     TINY,
     compiled,
@@ -132,3 +133,29 @@ def test_an_adapter_of_another_rank_is_refused():
     adapter = random_lora(config, LoraConfig(rank=4, alpha=4))
     with pytest.raises(ValueError, match="shapes"):
         forward(config, LoraConfig(rank=2, alpha=4), random_params("llama-gqa"), adapter)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3)])
+def test_the_written_out_gradient_is_the_derived_one(shape):
+    with jax.enable_x64(True):
+        x, a, b, dy = (
+            jax.random.normal(jax.random.key(i), size, jnp.float64)
+            for i, size in enumerate([(*shape, 7), (7, 3), (3, 4), (*shape, 4)])
+        )
+
+        def plain(x, a, b):
+            return jnp.vdot(dy, x @ a @ b * 1.7)
+
+        def ours(x, a, b):
+            return jnp.vdot(dy, low_rank(x, a, b, 1.7))
+
+        expected, found = (jax.value_and_grad(f, argnums=(0, 1, 2))(x, a, b) for f in (plain, ours))
+        jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-12, atol=1e-12), found, expected)
+
+
+def test_gradients_of_the_matrices_are_summed_in_float32_whatever_the_compute_dtype():
+    # 4096 ones and one 2^-10 a token: in bfloat16 a running sum of 256 would no longer grow by 1.
+    x = jnp.ones((4096, 1), jnp.bfloat16)
+    gradient = jax.grad(lambda b: low_rank(x, jnp.ones((1, 1)), b, 1.0).astype(jnp.float32).sum())(jnp.zeros((1, 1)))
+    assert gradient.dtype == jnp.float32
+    assert float(gradient[0, 0]) == 4096
