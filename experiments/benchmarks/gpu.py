@@ -138,10 +138,10 @@ def main() -> None:
     row_tokens, longest = (512, 300) if options.tiny else (16_384, 3000)
     device = jax.devices()[0]
     say(what="device", kind=device.device_kind, platform=jax.default_backend(), jax=jax.__version__)
-    shapes = {"dtype": jnp.bfloat16, "head_dim": config.head_dim, "row_tokens": row_tokens}
+    shapes: dict[str, Any] = {"dtype": jnp.bfloat16, "head_dim": config.head_dim, "row_tokens": row_tokens}
     fused = choose("auto", platform=jax.default_backend(), shared_prompts=False, **shapes)
     if fused != "xla":
-        heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+        heads: dict[str, Any] = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
         say(what="self-test", attention=fused, error=self_test(fused, **heads, **shapes))
     for remat, attention in dict.fromkeys([("full", fused), ("dots", fused), ("full", "xla")]):
         try:

@@ -3,19 +3,33 @@
 from typing import Any
 
 # What decides neither what is sampled nor what is trained; `steps` may grow, `run` and `bucket` only say where it lies.
-CHANGEABLE = ("steps", "fleet", "evaluation", "proxy", "generator", "checkpoints", "local", "run", "bucket")
+# A run may go on with other devices and other rows: they move a gradient by rounding alone.
+CHANGEABLE = (
+    "steps",
+    "fleet",
+    "evaluation",
+    "proxy",
+    "generator",
+    "checkpoints",
+    "local",
+    "run",
+    "bucket",
+    "learner.mesh",
+    "learner.remat",
+    "learner.attention",
+    "batch.rows_per_micro_batch",
+    "batch.share_prompt",
+)
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Dotted keys, outside of `CHANGEABLE`, whose values differ between two resolved configs."""
-    return sorted(_differing(_without(old), _without(new), ""))
-
-
-def _without(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in CHANGEABLE}
+    return sorted(_differing(old, new, ""))
 
 
 def _differing(old: Any, new: Any, path: str) -> list[str]:
+    if path in CHANGEABLE:
+        return []
     if isinstance(old, dict) and isinstance(new, dict):
         keys = old.keys() | new.keys()
         return [k for key in keys for k in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)]
