@@ -113,13 +113,13 @@ def run(shape: Shape, steps: int, bf16_samples: int | None) -> dict[str, dict[st
         folder = Path(name)
         batch, part, cache = folder / "batch.npz", folder / "part.npz", f"--cache={folder / 'xla'}"
         write_batch(batch, samples)
-        write_batch(part, samples[:bf16_samples])
         last = f"--steps={steps + 2}"  # more than will be asked for: a side ends when it is told to
         try:
             sides["ours"] = Side("jax_step", batch, model, cache, last, *shape.unshared)
             sides["ours_shared"] = Side("jax_step", batch, model, "--share-prompt", cache, last, *shape.shared)
             sides["torch_f32"] = Side("peers.torch_peft", batch, model, last, *shape.torch)
             if bf16_samples != 0:
+                write_batch(part, samples[:bf16_samples])
                 sides["torch_bf16"] = Side("peers.torch_peft", part, model, "--dtype=bfloat16", last, *shape.torch)
             for round_number in range(steps + 1):
                 for side, process in sides.items():
