@@ -1,13 +1,14 @@
 """The section `algorithm`: presets, what may be said beside them, and what is refused with the name of its key."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_jax.algorithms import registry
 from grpo_jax.algorithms.policy_losses import cispo
-from grpo_jax.config.load import parse_config
+from grpo_jax.config.load import load_config, parse_config
 from grpo_jax.config.schema import Algorithm, Config
 from grpo_jax.errors import UsageError
 from grpo_jax.learner.setup import objective_of
@@ -177,3 +178,9 @@ def test_a_loss_that_cannot_be_imported_is_named(path: str) -> None:
 )
 def test_a_clip_is_inert_where_the_ratio_is_always_one(algorithm: dict[str, Any], inert: bool) -> None:
     assert parse(algorithm).algorithm.inert_clip == inert
+
+
+@pytest.mark.parametrize("preset", sorted(registry.PRESETS))
+def test_the_quickstart_says_nothing_that_would_override_a_preset(preset):
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.yaml", [f"algorithm.preset={preset}"])
+    assert config.algorithm == Algorithm(preset=preset)
