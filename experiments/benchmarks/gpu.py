@@ -7,6 +7,7 @@ tokens that are not padding, against the device's peak in bfloat16 by its data s
 import argparse
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,39 +25,19 @@ from grpo_jax.models.config import LoraConfig, ModelConfig
 from grpo_jax.models.decoder import init_params
 from grpo_jax.models.flops import flops_per_token
 from grpo_jax.models.lora import init_lora
+from grpo_jax.models.source import shipped_config
 
-QWEN_1_5B = ModelConfig(
-    family="qwen2",
-    vocab_size=151_936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_layers=28,
-    num_heads=12,
-    num_kv_heads=2,
-    head_dim=128,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    attention_bias=True,
-    qk_norm=False,
-    max_positions=32_768,
-)
-TINY = ModelConfig(
-    family="qwen2",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tie_embeddings=True,
-    attention_bias=True,
-    qk_norm=False,
-    max_positions=4096,
-)
+MODEL = "Qwen/Qwen2.5-1.5B"
+
+
+def model_config(tiny: bool) -> ModelConfig:
+    config = shipped_config(MODEL)
+    if config is None:
+        raise SystemExit(f"configs/models has nothing of {MODEL}: run this in a checkout")
+    if not tiny:
+        return config
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    return replace(config, vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, **heads)
 
 
 def samples_of(config: ModelConfig, longest: int, seed: int = 0) -> list[TrainSample]:
@@ -134,7 +115,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short rows: does the script run at all?")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    config = TINY if options.tiny else QWEN_1_5B
+    config = model_config(options.tiny)
     row_tokens, longest = (512, 300) if options.tiny else (16_384, 3000)
     device = jax.devices()[0]
     say(what="device", kind=device.device_kind, platform=jax.default_backend(), jax=jax.__version__)

@@ -20,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from grpo_jax.config.schema import Config
 from grpo_jax.config.schema import Mesh as MeshSizes
 from grpo_jax.errors import UsageError
-from grpo_jax.learner.optimizer import build_optimizer
 from grpo_jax.learner.packing import TrainSample
 from grpo_jax.learner.probe import canary_tokens
-from grpo_jax.learner.setup import choose_attention, layout_of, lora_config, objective_of
+from grpo_jax.learner.setup import choose_attention, layout_of, lora_config, step_of
 from grpo_jax.learner.sharding import (
     check_divisible,
     lora_shardings,
@@ -34,7 +33,7 @@ from grpo_jax.learner.sharding import (
     row_shards,
     state_shardings,
 )
-from grpo_jax.learner.step import LearnerState, Step, StepArrays, build_step
+from grpo_jax.learner.step import LearnerState, Step, StepArrays
 from grpo_jax.models.attention_backends import BACKENDS
 from grpo_jax.models.config import LoraConfig, ModelConfig
 from grpo_jax.models.layout import param_leaves
@@ -155,18 +154,7 @@ def memory_estimate(config: Config, model: ModelConfig, *, compile: bool = True)
     check_divisible(mesh.shape, model, scheme)
     platform = mesh.devices.flat[0].platform
     attention, share_prompt, elsewhere = _attention(config, model, platform)
-    step = build_step(
-        model,
-        lora,
-        build_optimizer(config.optimizer),
-        objective_of(config.algorithm),
-        dtype=dtype,
-        temperature=config.sampling.temperature,
-        mesh=mesh,
-        remat=config.learner.remat,
-        attention=attention,
-        quantization=scheme,
-    )
+    step = step_of(config, model, lora, mesh, attention)
     base, state = abstract_base(mesh, model, dtype, scheme), _abstract_state(step, model, lora)
     found = Estimate(
         mesh=dict(mesh.shape),

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh
 
 from grpo_jax.algorithms.objective import Objective
 from grpo_jax.algorithms.registry import bound_loss, factor_function
@@ -58,7 +59,6 @@ class Trainer:
     dtype: Any
     seed: int
     layout: Layout
-    attention: str
 
     def initial_lora(self) -> Any:
         return init_lora(jax.random.key(self.seed), self.model, self.lora)
@@ -111,6 +111,22 @@ def layout_of(config: Config, shards: int, share_prompt: bool) -> Layout:
     return Layout(batch.row_tokens, batch.rows_per_micro_batch, shards, share_prompt)
 
 
+def step_of(config: Config, model: ModelConfig, lora: LoraConfig, mesh: Mesh, attention: str) -> Step:
+    """The compiled step that a config asks for; compiles nothing yet."""
+    return build_step(
+        model,
+        lora,
+        build_optimizer(config.optimizer),
+        objective_of(config.algorithm),
+        dtype=jnp.dtype(config.model.dtype),
+        temperature=config.sampling.temperature,
+        mesh=mesh,
+        remat=config.learner.remat,
+        attention=attention,
+        quantization=config.learner.quantization,
+    )
+
+
 def build_trainer(config: Config) -> Trainer:
     """Loads the base, each device its own part, and builds the step; compiles nothing yet but the self-test of a flash
     kernel.
@@ -119,7 +135,6 @@ def build_trainer(config: Config) -> Trainer:
       UsageError: the config asks for what this machine, this model or this backend cannot do.
     """
     enable_compilation_cache()
-    objective = objective_of(config.algorithm)
     directory = resolve_model(config.model.source)
     model, lora = ModelConfig.from_dir(directory), lora_config(config)
     sizes, dtype = config.learner.mesh, jnp.dtype(config.model.dtype)
@@ -159,29 +174,17 @@ def build_trainer(config: Config) -> Trainer:
     base = load_params(
         directory, model, dtype, quantization=scheme, place=lambda path, array: place(array, shardings[path])
     )
-    step = build_step(
-        model,
-        lora,
-        build_optimizer(config.optimizer),
-        objective,
-        dtype=dtype,
-        temperature=config.sampling.temperature,
-        mesh=mesh,
-        remat=config.learner.remat,
-        attention=attention,
-        quantization=scheme,
-    )
+    step = step_of(config, model, lora, mesh, attention)
     return Trainer(
         model=model,
         lora=lora,
         base=base,
         base_digest=base_digest(directory),
         step=step,
-        objective=objective,
+        objective=objective_of(config.algorithm),
         dtype=dtype,
         seed=config.seed,
         layout=layout_of(config, row_shards(mesh), share_prompt),
-        attention=attention,
     )
 
 

