@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from grpo_jax.adapters.publisher import AdapterSpec, Publisher
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
 from grpo_jax.learner.batch import is_zero_variance, train_minibatches
 from grpo_jax.learner.checkpoint import Checkpointer
-from grpo_jax.learner.diagnostics import group_metrics, token_metrics
+from grpo_jax.learner.diagnostics import group_metrics
 from grpo_jax.learner.engine import Engine
-from grpo_jax.learner.flops import peak_flops
 from grpo_jax.learner.ledger import Ledger
 from grpo_jax.learner.multihost import Leader, connect, follow, make_engine
 from grpo_jax.learner.optimizer import learning_rate
@@ -25,8 +23,8 @@ from grpo_jax.learner.records import Heartbeat, check_incarnation, claim_incarna
 from grpo_jax.learner.setup import Trainer, build_trainer
 from grpo_jax.learner.step import Applied
 from grpo_jax.learner.surroundings import Surroundings
-from grpo_jax.learner.train import Trained, train_batch
-from grpo_jax.models.flops import flops_per_token
+from grpo_jax.learner.train import train_batch
+from grpo_jax.learner.update_metrics import update_metrics
 from grpo_jax.observability.metrics import MetricsLog
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
@@ -216,7 +214,7 @@ class Learner:
                 "step": step,
                 "learning_rate": rate,
                 **group_metrics(groups, version=version, now=batch_ready),
-                **self._update_metrics(trained, computed - batch_ready, finished - started),
+                **update_metrics(trained, config, self._trainer, computed - batch_ready, finished - started),
                 "policy/version": float(-(-self._step // config.sync_every)),
                 "perf/step_s": finished - started,
                 "perf/rollout_wait_s": batch_ready - started,
@@ -233,30 +231,6 @@ class Learner:
                 "time/finished": finished,
             }
         )
-
-    def _update_metrics(self, trained: Trained, fwd_bwd_s: float, step_s: float) -> dict[str, float]:
-        """Of the updates of a step and of what they computed; MFU only where the device's peak is known."""
-        algorithm, batches = self.config.algorithm, trained.batches
-        assert trained.record is not None
-        slots = sum(b.tokens_BxT.size for b in batches)
-        tokens = sum(int((b.prompt_ids_BxT > 0).sum()) for b in batches)
-        metrics = {
-            "loss": float(np.mean(trained.losses)) if trained.losses else np.nan,
-            "grad_norm": float(np.mean(trained.norms)) if trained.norms else np.nan,
-            "batch/skipped_update": float(algorithm.updates_per_step - sum(trained.finite)),
-            "batch/tokens": float(tokens),
-            "batch/fill": tokens / slots if slots else np.nan,
-            "batch/trained_tokens": float(sum(b.count for b in batches)),
-            **token_metrics(trained.record, weighted=algorithm.weight is not None),
-        }
-        passes = algorithm.num_iterations * tokens
-        flops = flops_per_token(self._trainer.model, self._trainer.lora) * passes
-        metrics["perf/model_tflop_s"] = flops / max(fwd_bwd_s, 1e-9) / 1e12
-        if peak := peak_flops(jax.devices()[0].device_kind, self._trainer.dtype):
-            total = peak * self._trainer.step.mesh.size
-            metrics["perf/mfu_fwd_bwd"] = flops / max(fwd_bwd_s, 1e-9) / total
-            metrics["perf/mfu_wall_clock"] = flops / max(step_s, 1e-9) / total
-        return metrics
 
     def _after_step(self, applied: Applied | None) -> float:
         """Publishes and checkpoints what is due; returns the seconds that the loop lost to publishing."""
