@@ -11,6 +11,7 @@ CHANGEABLE = (
     "proxy",
     "generator",
     "checkpoints",
+    "retention",
     "local",
     "run",
     "bucket",

@@ -193,6 +193,10 @@ class Fleet(Section):
     allowed_hosts: list[str] = Field([], description="https hosts (glob) that may be sent GRPO_JAX_TOKEN")
     silent_s: float = Field(30.0, gt=0, description="a heartbeat that has not changed for so long means dead")
     idle_exit_s: float = Field(900.0, gt=0, description="an agent leaves when the learner has been silent for so long")
+    mount: str | None = Field(
+        None, description="where the servers of fleet.replicas see the bucket; given, the proxy loads policies on them"
+    )
+    reproof_s: float = Field(60.0, gt=0, description="mean time after which a proved policy is proved once more")
 
 
 class Evaluation(Section):
@@ -204,6 +208,14 @@ class Evaluation(Section):
 class Checkpoints(Section):
     every: int = Field(5, ge=1, description="steps")
     keep: int = Field(2, ge=1)
+
+
+class Retention(Section):
+    """What of a run stays in the bucket."""
+
+    adapters: Literal["needed", "all"] = Field(
+        "needed", description="needed: no version that nothing can ask for any more; v0 and the last stay in any case"
+    )
 
 
 class Local(Section):
@@ -237,6 +249,7 @@ class Config(Section):
     fleet: Fleet = Fleet()
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
+    retention: Retention = Retention()
     local: Local = Local()
 
     @model_validator(mode="after")

@@ -118,12 +118,13 @@ def _refuse_living(run: Bucket) -> None:
     while time.monotonic() < deadline:
         time.sleep(0.25)
         if reader.read() != first:
-            raise UsageError(f"the learner of this run is alive ({run.url}); stop it first, or use another --dir")
+            raise UsageError(f"the learner of this run is alive ({run.address}); stop it first, or use another --dir")
 
 
 def _finished(run: Bucket, run_dir: Path, how: str) -> RunResult:
     report = _report(run, run_dir)
-    return RunResult(EXIT_DONE, run_dir, report, f"{how}: {report.headline}" if report else how)
+    message = f"{how}: {report.headline}\n{report.summary['verdict']}" if report else how
+    return RunResult(EXIT_DONE, run_dir, report, message)
 
 
 def _report(run: Bucket, run_dir: Path) -> Report | None:

@@ -3,6 +3,10 @@
 A record carries `incarnation` (which life of its writer wrote it), `seq` (the count of writes in that life) and
 `checksum` (sha256 of the rest). A reader keeps the old value when the checksum is wrong or (incarnation, seq) goes
 backwards, so a torn write, a stale cache or a writer that was replaced can never move it back.
+
+A reader that starts only now has nothing to compare with: if an earlier write has landed after the last one (a write
+whose deadline was over, a mount that uploads in the background), it gets the earlier value. A writer that writes all
+the time corrects that by itself; one that writes seldom calls `confirm` now and then.
 """
 
 import hashlib
@@ -11,9 +15,12 @@ import threading
 import time
 from typing import Any
 
-from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.bucket import Bucket, ObjectTooLarge
 
 Record = dict[str, Any]
+
+MAX_RECORD_BYTES = 4 << 20
+"""No record of ours comes near it; a larger one is forged, and is not read."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -28,14 +35,15 @@ def seal(body: Record, incarnation: int, seq: int) -> bytes:
 
 
 def unseal(data: bytes) -> Record | None:
-    """The record, or None if it is no JSON object or its checksum does not match."""
+    """The record, or None if it is no JSON object, its stamp is not two integers or its checksum does not match."""
     try:
         record = json.loads(data)
         checksum = record.pop("checksum")
-        int(record["incarnation"]), int(record["seq"])
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_stamped = type(record["incarnation"]) is int and type(record["seq"]) is int
+        is_sound = is_stamped and hashlib.sha256(canonical_json(record)).hexdigest() == checksum
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return record if hashlib.sha256(canonical_json(record)).hexdigest() == checksum else None
+    return record if is_sound else None
 
 
 class RecordWriter:
@@ -44,6 +52,7 @@ class RecordWriter:
     def __init__(self, bucket: Bucket, key: str, incarnation: int, min_interval_s: float = 1.0):
         self._bucket, self._key, self._incarnation = bucket, key, incarnation
         self._min_interval_s, self._seq, self._last = min_interval_s, 0, float("-inf")
+        self._sealed: bytes | None = None
         self._lock = threading.Lock()
 
     def write(self, body: Record, force: bool = True) -> bool:
@@ -53,9 +62,25 @@ class RecordWriter:
             if not force and now - self._last < self._min_interval_s:
                 return False
             self._seq += 1
-            self._bucket.replace(self._key, seal(body, self._incarnation, self._seq))
+            self._sealed = seal(body, self._incarnation, self._seq)
+            self._bucket.replace(self._key, self._sealed)
             self._last = now
             return True
+
+    def confirm(self) -> bool:
+        """Reads the record back, and writes the last value again if an earlier or a damaged one stands there.
+
+        Returns:
+            Whether the last value stood, or that of a later life of this writer. Also if nothing was written so far.
+        """
+        with self._lock:
+            if self._sealed is None:
+                return True
+            record = _read(self._bucket, self._key)
+            if record is not None and _stamp(record) >= (self._incarnation, self._seq):
+                return True
+            self._bucket.replace(self._key, self._sealed)
+            return False
 
 
 class RecordReader:
@@ -70,8 +95,7 @@ class RecordReader:
         self.changed_at = time.monotonic()
 
     def read(self) -> Record | None:
-        data = self._bucket.read_or_none(self._key)
-        record = unseal(data) if data is not None else None
+        record = _read(self._bucket, self._key)
         if record is not None and (self._value is None or _stamp(record) > _stamp(self._value)):
             self._value, self.changed_at = record, time.monotonic()
         return self._value
@@ -79,6 +103,14 @@ class RecordReader:
     def silent_s(self) -> float:
         """Seconds since the record last changed, on this reader's clock."""
         return time.monotonic() - self.changed_at
+
+
+def _read(bucket: Bucket, key: str) -> Record | None:
+    """The record that stands there, or None if there is none or it is not sound."""
+    try:
+        return unseal(bucket.read_or_none(key, MAX_RECORD_BYTES) or b"")
+    except ObjectTooLarge:
+        return None
 
 
 def _stamp(record: Record) -> tuple[int, int]:

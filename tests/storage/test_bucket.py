@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.errors import UsageError
-from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.bucket import Bucket, Limits, ObjectTooLarge
 
 
 @pytest.fixture(params=["directory", "file-url", "memory"])
@@ -82,22 +82,6 @@ def test_no_key_leads_out_of_the_bucket(bucket: Bucket, key: str) -> None:
     assert bucket.list() == []
 
 
-def test_a_write_that_fails_leaves_the_old_object_and_no_remains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = Bucket(str(tmp_path))
-    bucket.replace("a/record.json", b"old")
-
-    def fail(source: str, target: str) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        bucket.replace("a/record.json", b"new")
-    assert bucket.read("a/record.json") == b"old"
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["record.json"]
-
-
 def test_what_a_killed_writer_left_behind_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(str(tmp_path))
     monkeypatch.setattr(os, "replace", lambda source, target: None)  # killed just before the rename
@@ -146,3 +130,63 @@ def test_only_a_directory_has_local_paths(tmp_path: Path) -> None:
 def test_a_url_that_nothing_understands_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="nonsense://x"):
         Bucket("nonsense://x")
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:///", "memory:///x", "memory://x/", "faulty::memory://x"])
+def test_memory_buckets_need_no_name(url: str) -> None:
+    bucket, key = Bucket(url), uuid.uuid4().hex
+    bucket.put(f"{key}/a", b"1")
+    assert Bucket(bucket.url).read(f"{key}/a") == b"1"
+    child = bucket.child(key)
+    assert child.list() == Bucket(child.url).list() == bucket.child(key).list() == ["a"]
+    assert Bucket("memory://").list() != []
+    bucket.delete_folder(key)
+    assert child.list() == []
+
+
+def test_the_root_of_the_machine_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(b"1")
+    key = str(tmp_path / "x").removeprefix("/")
+    for url in ("/", "///", "file:///"):
+        assert Bucket(url).read(key) == b"1"
+        child = Bucket(url).child(key.rpartition("/")[0])
+        assert child.list() == Bucket(child.url).list() == ["x"]
+    monkeypatch.chdir(tmp_path)
+    assert Bucket(".").read("x") == Bucket("./").read("x") == b"1"
+    with pytest.raises(UsageError, match="empty"):
+        Bucket("")
+
+
+def test_a_folder_is_not_an_object_nor_an_object_a_folder(bucket: Bucket) -> None:
+    bucket.put("a/x", b"1")
+    for key in ("a", "a/x/y"):
+        with pytest.raises(FileNotFoundError):
+            bucket.read(key)
+        assert bucket.read_or_none(key) is None
+    assert bucket.list("a/x") == []
+    bucket.delete_folder("a/x")
+    bucket.delete("a/x/y")
+    assert bucket.list() == ["a/x"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 70_000])
+def test_an_object_is_read_up_to_the_limit_and_no_further(bucket: Bucket, size: int) -> None:
+    bucket.put("x", bytes(size))
+    assert bucket.read("x", max_bytes=size) == bytes(size)
+    assert bucket.read_or_none("x", max_bytes=size + 1) == bytes(size)
+    small = Bucket(bucket.url, Limits(object_bytes=size - 1)).child("y")
+    bucket.put("y/x", bytes(size))
+    if size:
+        with pytest.raises(ObjectTooLarge, match=f"'x' in .* is larger than {size - 1} bytes"):
+            bucket.read("x", max_bytes=size - 1)
+        with pytest.raises(ObjectTooLarge):
+            small.read("x")
+
+
+def test_neither_a_file_without_an_end_nor_an_enormous_one_fills_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    with (tmp_path / "enormous").open("wb") as file:
+        file.truncate(1 << 43)
+    for key in ("endless", "enormous"):
+        with pytest.raises(ObjectTooLarge):
+            Bucket(str(tmp_path)).read(key, max_bytes=1 << 20)

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import time
 import uuid
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import RecordReader, RecordWriter, canonical_json, seal, unseal
+from grpo_jax.storage.records import MAX_RECORD_BYTES, RecordReader, RecordWriter, canonical_json, seal, unseal
 
 
 @pytest.fixture(params=["directory", "memory"])
@@ -126,3 +127,56 @@ def test_writes_within_the_interval_are_left_out_unless_forced(bucket: Bucket) -
     record = unseal(bucket.read("r.json"))
     assert record is not None
     assert (record["x"], record["seq"]) == (3, 2)
+
+
+@pytest.mark.parametrize("stamp", [True, 1.0, "1", None, [1]])
+@pytest.mark.parametrize("field", ["incarnation", "seq"])
+def test_a_stamp_is_two_integers(field: str, stamp: Any) -> None:
+    body = {"incarnation": 1, "seq": 1, field: stamp}
+    body["checksum"] = hashlib.sha256(canonical_json(body)).hexdigest()
+    assert unseal(canonical_json(body)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"checksum":"x","incarnation":1,"seq":1,"x":1e999}', b'{"checksum":"x","incarnation":1,"seq":1,"x":"\\ud800"}'],
+)
+def test_json_that_cannot_be_written_again_is_no_record(data: bytes) -> None:
+    assert unseal(data) is None
+
+
+def test_json_nested_without_end_is_no_record() -> None:
+    assert unseal(b'{"x":' + b"[" * 100_000) is None
+
+
+def test_a_forged_record_without_end_keeps_the_old_value(bucket: Bucket) -> None:
+    reader, writer = RecordReader(bucket, "r.json"), RecordWriter(bucket, "r.json", 1)
+    writer.write({"x": 1})
+    first = reader.read()
+    bucket.replace("r.json", seal({"x": "y" * MAX_RECORD_BYTES}, 1, 2))
+    assert first is not None
+    assert reader.read() == first
+    assert not writer.confirm()
+    assert RecordReader(bucket, "r.json").read() == first
+
+
+def test_a_writer_puts_right_what_landed_late(bucket: Bucket) -> None:
+    writer = RecordWriter(bucket, "r.json", 2)
+    assert writer.confirm()
+    assert bucket.list() == []
+    writer.write({"x": 1})
+    early = bucket.read("r.json")
+    writer.write({"x": 2})
+    last = bucket.read("r.json")
+    assert writer.confirm()
+    for damage in (early, b"", seal({"x": 3}, 1, 99)):
+        bucket.replace("r.json", damage)
+        assert not writer.confirm()
+        assert bucket.read("r.json") == last
+    bucket.delete("r.json")
+    assert not writer.confirm()
+    assert bucket.read("r.json") == last
+    successor = seal({"x": 0}, 3, 1)
+    bucket.replace("r.json", successor)
+    assert writer.confirm()
+    assert bucket.read("r.json") == successor
