@@ -1,7 +1,7 @@
 """How far are the sampler's log-probabilities from the learner's? `python -m experiments.benchmarks.rescore RUN`
 
-Scores all samples of a finished run again, in the run's dtype, under the adapter that each of them names. The last line
-is JSON: tokens, mean and max of |log π − log μ|.
+Scores all samples of a finished run again, in the run's dtype, under the adapter that each of them names. The run must
+have kept them: `retention.adapters=all`. The last line is JSON: tokens, mean and max of |log π − log μ|.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import json
 
 import numpy as np
 
+from grpo_jax.adapters.manifest import AdapterError
 from grpo_jax.config.load import parse_config
 from grpo_jax.jobs.run import place
 from grpo_jax.learner.rescore import rescore
@@ -27,7 +28,12 @@ def main() -> None:
     if record is None:
         raise SystemExit(f"{arguments.run} is not a run")
     config, _ = place(parse_config(record["config"], layout.RUN), arguments.run)
-    scored = rescore(config, SpoolReader(run).poll())
+    try:
+        scored = rescore(config, SpoolReader(run).poll())
+    except AdapterError as error:
+        raise SystemExit(
+            f"{error}; a run to be scored again has to keep them: retention.adapters=all"
+        ) from None
     for policy in scored:
         delta = policy.delta
         print(f"{policy.policy}  norm {policy.norm:7.3f}  {len(delta):5d} tokens", end="")

@@ -57,7 +57,7 @@ def read_manifest(run: Bucket, name: str) -> Manifest:
     key = layout.adapter(name, layout.MANIFEST)
     data = run.read_or_none(key)
     if data is None:
-        raise AdapterError(f"{key} does not exist in {run.url}")
+        raise AdapterError(f"{key} does not exist in {run.address}")
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:

@@ -1,7 +1,8 @@
 """Publishing never stalls: a background thread exports, uploads and moves the pointer; the loop only hands over.
 
 `submit` returns at once. If uploads are slower than steps, the newest waiting adapter replaces the one that waited
-(counted in `skipped`). Order in the bucket: files, manifest, pointer.
+(counted in `skipped`). Order in the bucket: files, manifest, pointer. A bucket that does not take an adapter is tried
+until it does, or until a newer adapter waits.
 """
 
 import hashlib
@@ -19,11 +20,12 @@ from grpo_jax.adapters.names import PolicyName
 from grpo_jax.adapters.peft import adapter_files, modules, update_norm
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import RecordWriter
+from grpo_jax.storage.records import Record, RecordWriter
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = (0.2, 1.0, 5.0)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
+_LOOK_AT_POINTER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,9 @@ class Publisher:
         self._canary_tokens = [int(token) for token in canary_tokens]
         self._pointer = RecordWriter(bucket, layout.POLICY, incarnation)
         self._probe = ""
+        self._pointed: Record | None = None
+        self.trouble: str | None = None
+        """What the bucket last answered, while it does not take an adapter."""
         self.lineage: dict[int, str] = dict(lineage or {})
         self.published: list[Published] = []
         self.skipped = 0
@@ -128,7 +133,14 @@ class Publisher:
         """Makes a version that is in the bucket the current one; the window holds it and those just before it."""
         newest_first = sorted((v for v in self.lineage if version - self._window < v <= version), reverse=True)
         window = [self.lineage[v] for v in newest_first]
-        self._pointer.write({"run": self._spec.run, "current": window[0], "window": window, "probe": self._probe})
+        self._pointed = {"run": self._spec.run, "current": window[0], "window": window, "probe": self._probe}
+        self._pointer.write(self._pointed)
+
+    @property
+    def named(self) -> frozenset[str]:
+        """What the pointer names: the window and the probe."""
+        pointed = self._pointed
+        return frozenset() if pointed is None else frozenset((*pointed["window"], pointed["probe"]))
 
     def submit(self, version: int, step: int, lora: Any, canary_logprobs: Any) -> None:
         """Hands over device arrays that nobody will donate. Raises what stopped the publisher, if anything."""
@@ -162,10 +174,14 @@ class Publisher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending is not None or self._closed)
-                if self._pending is None:
+                self._changed.wait_for(lambda: self._pending is not None or self._closed, _LOOK_AT_POINTER_S)
+                pending, self._pending = self._pending, None
+                if pending is None and self._closed:
                     return
-                pending, self._pending, self._busy = self._pending, None, True
+                self._busy = pending is not None
+            if pending is None:
+                self._keep_pointer()
+                continue
             error: Exception | None = None
             try:
                 self._publish_with_retries(pending)
@@ -179,16 +195,31 @@ class Publisher:
                     return
 
     def _publish_with_retries(self, pending: _Pending) -> None:
-        """A bucket that fails for a moment costs a retry; a newer version that waits makes the retry pointless."""
-        for pause in (*_RETRY_S, None):
+        """A bucket that fails costs retries; a newer version that waits makes them pointless."""
+        pause = _FIRST_PAUSE_S
+        while True:
             try:
                 self._publish(pending)
+                self.trouble = None
                 return
             except OSError as error:
-                if pause is None:
-                    raise
+                self.trouble = str(error)
                 log.warning("publishing version %d: %s; once more in %.1f s", pending.version, error, pause)
-                time.sleep(pause)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._pending is not None or self._closed, pause):
+                    if self._pending is None:
+                        return
+                    self.skipped += 1
+                    return
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _keep_pointer(self) -> None:
+        """Writes the pointer again where the bucket shows an older one: a write that was given up may land late."""
+        try:
+            if not self._pointer.confirm():
+                log.warning("the bucket showed an older pointer; the newest is written again")
+        except OSError as error:
+            log.warning("the pointer cannot be looked at: %s", error)
 
     def _publish(self, pending: _Pending) -> None:
         manifest, files = self._export(

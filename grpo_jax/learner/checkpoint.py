@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import tempfile
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from grpo_jax.storage.records import canonical_json
 
 log = logging.getLogger(__name__)
 
+_PARALLEL_UPLOADS = 8
+_LOOKS, _LOOK_AGAIN_S = 3, 1.0
+
 
 class Checkpointer:
     """Saves in the background, one at a time; keeps the newest `keep`."""
@@ -31,18 +36,32 @@ class Checkpointer:
     def __init__(self, run: Bucket, keep: int):
         self._run, self._keep = run, keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._uploads = ThreadPoolExecutor(_PARALLEL_UPLOADS, thread_name_prefix="checkpoint-upload")
         self._pending: Future[None] | None = None
+        self.kept: list[int] = []
+        """Steps that a restart may find, as far as they were looked up or saved by this object."""
 
-    def save(self, step: int, state: LearnerState, meta: dict[str, Any]) -> None:
-        """Copies `state` to the host now and writes it in the background. A failure of the previous save is raised."""
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still under way: another one would wait for it."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self, step: int, state: LearnerState, meta: dict[str, Any], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Copies `state` to the host now and writes it in the background; `then` is called there after the commit.
+
+        Waits for a save that is under way, and raises what it failed with.
+        """
         self.wait()
         host = jax.device_get(state)
-        self._pending = self._thread.submit(self._save, step, host, {**meta, "step": step})
+        self._pending = self._thread.submit(self._save, step, host, {**meta, "step": step}, then)
 
     def wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        """Until the last save is committed. Raises what it failed with (OSError: the bucket), once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, oldest first."""
@@ -51,10 +70,11 @@ class Checkpointer:
 
     def restore_newest(self, target: LearnerState) -> tuple[LearnerState, dict[str, Any]] | None:
         """(state, meta) of the newest sound checkpoint, or None. Unsound ones are logged and passed over."""
-        for step in reversed(self.steps()):
+        self.kept = self.steps()
+        for step in reversed(self.kept):
             with tempfile.TemporaryDirectory(prefix="grpo_jax-restore-") as folder:
                 try:
-                    meta = self._download(step, Path(folder))
+                    meta = self._download_patiently(step, Path(folder))
                 except (ValueError, KeyError, OSError) as error:
                     log.warning("checkpoint %d is passed over: %s", step, error)
                     continue
@@ -64,22 +84,36 @@ class Checkpointer:
                 return state, meta
         return None
 
-    def _save(self, step: int, state: LearnerState, meta: dict[str, Any]) -> None:
+    def _save(self, step: int, state: LearnerState, meta: dict[str, Any], then: Callable[[], None]) -> None:
         prefix = f"{layout.CHECKPOINTS}/{step:06d}"
         with tempfile.TemporaryDirectory(prefix="grpo_jax-save-") as name:
             folder = Path(name)
             with _orbax() as checkpointer:
                 checkpointer.save(folder / "state", state)
-            files = {}
-            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-                relative, data = path.relative_to(folder).as_posix(), path.read_bytes()
-                self._run.put(f"{prefix}/{relative}", data)
-                files[relative] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        keys = [f"{prefix}/{relative}" for relative in contents]
+        list(self._uploads.map(self._run.put, keys, contents.values()))
+        files = {
+            relative: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for relative, data in contents.items()
+        }
         self._run.put(f"{prefix}/{layout.MANIFEST}", canonical_json({"files": files, "meta": meta}))
-        for old in self.steps()[: -self._keep]:
+        then()
+        found = sorted({*self.steps(), step})
+        for old in found[: -self._keep]:
             # The mark goes first, so that a deletion that stops half-way leaves no checkpoint that looks whole.
             self._run.delete(f"{layout.CHECKPOINTS}/{old:06d}/{layout.MANIFEST}")
             self._run.delete_folder(f"{layout.CHECKPOINTS}/{old:06d}")
+        self.kept = found[-self._keep :]
+
+    def _download_patiently(self, step: int, folder: Path) -> dict[str, Any]:
+        """What does not match its manifest may only be late in coming, so it is looked at again."""
+        for _ in range(_LOOKS - 1):
+            try:
+                return self._download(step, folder)
+            except (ValueError, KeyError, OSError):
+                time.sleep(_LOOK_AGAIN_S)
+        return self._download(step, folder)
 
     def _download(self, step: int, folder: Path) -> dict[str, Any]:
         prefix = f"{layout.CHECKPOINTS}/{step:06d}"

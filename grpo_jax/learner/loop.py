@@ -19,9 +19,18 @@ from grpo_jax.learner.ledger import Ledger
 from grpo_jax.learner.multihost import Leader, connect, follow, make_engine
 from grpo_jax.learner.optimizer import learning_rate
 from grpo_jax.learner.probe import canary_tokens, probe_lora
-from grpo_jax.learner.records import Heartbeat, check_incarnation, claim_incarnation, read_batches, write_batch
+from grpo_jax.learner.records import (
+    Heartbeat,
+    check_incarnation,
+    claim_incarnation,
+    persist,
+    read_batches,
+    write_batch,
+)
+from grpo_jax.learner.retention import AdapterRetention, Needed, RetentionThread
+from grpo_jax.learner.saving import Saver
 from grpo_jax.learner.setup import Trainer, build_trainer
-from grpo_jax.learner.step import Applied
+from grpo_jax.learner.step import Applied, LearnerState
 from grpo_jax.learner.surroundings import Surroundings
 from grpo_jax.learner.train import train_batch
 from grpo_jax.learner.update_metrics import update_metrics
@@ -37,6 +46,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _FLUSH_S = 600.0
+_LATE_WRITE_S = 2.0
 
 
 class Interrupted(Exception):
@@ -83,7 +93,7 @@ class Learner:
         self.config, self._stop = config, stop
         self._run = Bucket(config.bucket).child(config.run)
         self._incarnation = claim_incarnation(self._run)
-        self._phase, self._step, self._saved_step = "starting", 0, -1
+        self._phase, self._step = "starting", 0
         self._ledger = Ledger(config.max_staleness)
         self._heartbeat = Heartbeat(self._run, self._incarnation, self._state_body)
         self._run_record = RecordWriter(self._run, layout.RUN, self._incarnation)
@@ -91,6 +101,8 @@ class Learner:
         self._metrics: MetricsLog | None = None
         self._checkpointer = Checkpointer(self._run, config.checkpoints.keep)
         self._surroundings = Surroundings(config)
+        self._retention: RetentionThread | None = None
+        self._saver: Saver | None = None
         self._run_body: dict[str, Any] = {}
         self._publisher: Publisher | None = None
         self._engine: Engine | None = None
@@ -112,7 +124,7 @@ class Learner:
         if restored is not None:
             state, meta = restored
             engine.restore(state)
-            self._step = self._saved_step = int(meta["step"])
+            self._step = int(meta["step"])
             lineage = {int(version): name for version, name in meta["lineage"].items()}
             log.info("resuming after step %d", self._step)
         self._records = read_batches(self._run)
@@ -121,6 +133,13 @@ class Learner:
             if step < self._step:
                 self._ledger.trained.update(record["groups"])
         self._metrics = MetricsLog.resume(self._run_dir, self._run, self._step)
+        self._saver = Saver(
+            self._checkpointer,
+            config.checkpoints.every,
+            self._snapshot,
+            self._metrics.sync,
+            saved_step=-1 if restored is None else self._step,
+        )
         self._spool = SpoolReader(self._run, skip=self._ledger.trained | set(self._ledger.drops))
 
         self._publisher = Publisher(
@@ -143,6 +162,10 @@ class Learner:
         probe = trainer.published_form(probe_lora(jax.random.key(config.seed + 1), trainer.model, trainer.lora))
         self._publisher.publish_probe(probe, engine.canary(probe, self._tokens))
         self._publish_current(self._step)
+        if config.retention.adapters == "needed":
+            root = Bucket(config.bucket)
+            retention = AdapterRetention(root, config.run, config.fleet_name, config.fleet.silent_s)
+            self._retention = RetentionThread(retention, self._needed_adapters, root.is_local)
         self._phase = "training"
         self._heartbeat.write()
         self._check_stop()
@@ -246,9 +269,10 @@ class Learner:
             else:
                 self._publisher.submit(version, self._step, applied.publish, applied.canary_logprobs)
             stall = time.monotonic() - started
-        if self._step % config.checkpoints.every == 0 or self._step == config.steps:
-            self._save()
-        self._heartbeat.write()
+        if self._step < config.steps:  # the last checkpoint is `finish`'s
+            assert self._saver is not None
+            self._saver.after_step(self._step)
+        self._heartbeat.announce()
         return stall
 
     def _next_groups(self, step: int, version: int) -> list[Group]:
@@ -256,7 +280,7 @@ class Learner:
         recorded = self._records.get(step)
         deadline = time.monotonic() + self.config.rollouts.request_timeout_s
         while True:
-            self._ledger.offer(self._spool.poll())
+            self._ledger.offer(persist("reading the spool", self._spool.poll, self._check_stop))
             self._ledger.reject(self._spool.rejected)
             if recorded is not None:
                 groups = self._ledger.take_recorded(recorded["groups"])
@@ -276,9 +300,12 @@ class Learner:
             self._surroundings.check_alive()
             time.sleep(_POLL_S)
         if recorded is None:
-            check_incarnation(self._run, self._incarnation)
-            write_batch(self._run, step, [str(group.id) for group in groups], version, self._ledger.drops)
+            persist("recording a batch", lambda: self._record_batch(step, groups, version), self._check_stop)
         return groups
+
+    def _record_batch(self, step: int, groups: list[Group], version: int) -> None:
+        check_incarnation(self._run, self._incarnation)
+        write_batch(self._run, step, [str(group.id) for group in groups], version, self._ledger.drops)
 
     def _is_replaced(self, group: Group) -> bool:
         return is_zero_variance(group, self.config.algorithm, self.config.sampling.max_tokens)
@@ -300,7 +327,7 @@ class Learner:
         logprobs = self._engine.canary(published, self._tokens)
         self._publisher.submit(version, step, published, logprobs)
         if not self._publisher.flush(_FLUSH_S):
-            raise RunFailed(f"the bucket {self._run.url} did not take the first adapter within {_FLUSH_S:.0f} s")
+            raise RunFailed(f"the bucket {self._run.address} did not take the first adapter within {_FLUSH_S:.0f} s")
 
     # ---- end
 
@@ -308,40 +335,52 @@ class Learner:
         """Waits for the last publish and for its evaluation, if there is to be one; marks the run finished."""
         assert self._publisher is not None
         self._publisher.flush(_FLUSH_S)
-        self._save()
-        self._checkpointer.wait()
+        assert self._saver is not None
+        self._saver.save_for_good(self._step, _FLUSH_S)
         newest = self._publisher.newest
         self._phase = "draining"
-        self._heartbeat.write()
+        self._heartbeat.announce()
         evaluation = self.config.evaluation
         if evaluation.samples and newest is not None:
             key = layout.evaluation(newest.name, evaluation.split)
             deadline = time.monotonic() + evaluation.timeout_s
-            while self._run.read_or_none(key) is None:
+            while persist("looking for the evaluation", lambda: self._run.read_or_none(key), self._check_stop) is None:
                 if time.monotonic() > deadline:
                     log.warning("no evaluation of %s within %.0f s", newest.name, evaluation.timeout_s)
                     break
                 self._check_stop()
                 time.sleep(_POLL_S)
         self._phase = "done"
-        self._heartbeat.write()
-        self._run_record.write({**self._run_body, "status": "finished", "finished_at": time.time()})
+        self._heartbeat.announce()
+        over = {**self._run_body, "status": "finished", "finished_at": time.time()}
+        persist("marking the run finished", lambda: self._run_record.write(over), self._check_stop)
+        if not self._run.is_local:  # an earlier write that was given up may land yet, and nobody is there to correct it
+            time.sleep(_LATE_WRITE_S)
+            persist("marking the run finished", self._run_record.confirm, self._check_stop)
 
     def save_for_resume(self) -> None:
         """After an interruption: the last finished step, unless it is saved already."""
-        if self._engine is not None and self._phase != "starting" and self._step > self._saved_step:
-            self._save()
-        self._checkpointer.wait()
+        if self._saver is not None and self._phase != "starting":
+            self._saver.save_for_good(self._step, _FLUSH_S)
         log.info("interrupted after step %d; the same command goes on", self._step)
 
     def fail(self, error: str) -> None:
         if self._run_body and self._heartbeat.lost is None:
-            self._run_record.write({**self._run_body, "status": "failed", "error": error})
+            try:
+                self._run_record.write({**self._run_body, "status": "failed", "error": error})
+            except OSError as trouble:  # what ended the run is to be told, not this
+                log.warning("the run cannot be marked failed: %s", trouble)
 
     def close(self, exit_code: int) -> None:
         self._heartbeat.close()
+        self._surroundings.close()
+        if self._retention is not None:
+            self._retention.close()
         if self._metrics is not None:
-            self._metrics.close()
+            try:
+                self._metrics.close()
+            except OSError as trouble:  # the local file has them
+                log.warning("the last metrics are not in the bucket: %s", trouble)
         if self._publisher is not None:
             self._publisher.close()
         if isinstance(self._engine, Leader):
@@ -349,22 +388,22 @@ class Learner:
 
     # ---- parts
 
-    def _save(self) -> None:
-        if self._saved_step == self._step:
-            return
+    def _snapshot(self) -> tuple[LearnerState, dict[str, Any]]:
+        """Buffers of the state are donated to the next step, so the copy to the host is made here."""
         assert self._engine is not None
-        # Buffers of the state are donated to the next step, so the copy to the host is made here.
-        self._checkpointer.save(
-            self._step,
-            self._engine.host_state(),
-            {
-                "lineage": {str(version): name for version, name in self._lineage().items()},
-                "incarnation": self._incarnation,
-            },
-        )
-        if self._metrics is not None:
-            self._metrics.sync()
-        self._saved_step = self._step
+        lineage = {str(version): name for version, name in self._lineage().items()}
+        return self._engine.host_state(), {"lineage": lineage, "incarnation": self._incarnation}
+
+    def _needed_adapters(self) -> Needed | None:
+        """The pointer's names, and those that it would have after a restart from each kept checkpoint."""
+        if self._publisher is None:
+            return None
+        lineage, names = self._lineage(), set(self._publisher.named)
+        oldest = min((v for v, name in lineage.items() if name in names), default=0)
+        for step in self._checkpointer.kept:
+            versions = sorted(v for v in lineage if v <= step // self.config.sync_every)
+            names.update(lineage[v] for v in versions[-self.config.window :])
+        return Needed(names, oldest)
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

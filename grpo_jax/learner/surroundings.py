@@ -1,6 +1,7 @@
 """What the learner sees of the others: the worker's record and the replicas' heartbeats. It reads, it never asks."""
 
-from typing import Any
+import logging
+import threading
 
 from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.config.schema import Config
@@ -9,21 +10,36 @@ from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import Record, RecordReader
 
+log = logging.getLogger(__name__)
+
+_LOCAL_PERIOD_S, _REMOTE_PERIOD_S = 0.2, 2.0
+
 
 class Surroundings:
+    """A thread reads, so that the loop never waits for the bucket to tell it what is only news."""
+
     def __init__(self, config: Config):
         self._config = config
         self._root = Bucket(config.bucket)
         self._run = self._root.child(config.run)
         self._readers: dict[str, RecordReader] = {}
+        self._records: dict[str, Record] = {}
+        self._silent_s: dict[str, float] = {}  # at the last reading: a bucket out of reach is not the writer's silence
         self._last: tuple[float, float, float] | None = None
+        self._period_s = _LOCAL_PERIOD_S if self._root.is_local else _REMOTE_PERIOD_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="surroundings", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
 
     def check_alive(self) -> None:
         """RunFailed when all workers have been silent for `fleet.idle_exit_s`: nothing will come."""
-        self._workers()
-        readers = [reader for key, reader in self._readers.items() if key.startswith(layout.WORKERS)]
+        silent_s = [s for key, s in dict(self._silent_s).items() if key.startswith(f"{layout.WORKERS}/")]
         limit = self._config.fleet.idle_exit_s
-        if readers and all(reader.silent_s() > limit for reader in readers):
+        if silent_s and min(silent_s) > limit:
             raise RunFailed(
                 f"no rollout worker has written its state for {limit:.0f} s, and no group is left to train on"
             )
@@ -57,14 +73,30 @@ class Surroundings:
         return found
 
     def _workers(self) -> list[Record]:
-        return self._read(self._run, layout.WORKERS)
+        return self._known(layout.WORKERS)
 
     def _replicas(self) -> list[Record]:
-        return self._read(self._root, layout.replicas(self._config.fleet_name))
+        return self._known(layout.replicas(self._config.fleet_name))
 
-    def _read(self, bucket: Bucket, prefix: str) -> list[Record]:
-        records: list[Any] = []
-        for key in bucket.list(prefix):
+    def _known(self, prefix: str) -> list[Record]:
+        return [record for key, record in dict(self._records).items() if key.startswith(f"{prefix}/")]
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self._read(self._run, layout.WORKERS)
+                self._read(self._root, layout.replicas(self._config.fleet_name))
+            except Exception as error:  # every kind of bucket raises errors of its own; what is known stays
+                log.warning("records of the worker and the replicas cannot be read: %s", error)
+            if self._stop.wait(self._period_s):
+                return
+
+    def _read(self, bucket: Bucket, prefix: str) -> None:
+        listed = bucket.list(prefix)
+        for key in listed:
             reader = self._readers.setdefault(key, RecordReader(bucket, key))
-            records.append(reader.read())
-        return [record for record in records if record is not None]
+            if (record := reader.read()) is not None:
+                self._records[key] = record
+            self._silent_s[key] = reader.silent_s()
+        for key in [key for key in self._records if key.startswith(f"{prefix}/") and key not in listed]:
+            del self._records[key]

@@ -102,9 +102,9 @@ class MetricsLog:
             self._bucket.replace(segment_key(self._first), file.read())
 
     def close(self) -> None:
-        """Writes the segment a last time."""
-        self.sync()
+        """Writes the segment a last time. OSError: the bucket did not take it, the local file is whole all the same."""
         self._file.close()
+        self.sync()
 
 
 class MetricsTail:

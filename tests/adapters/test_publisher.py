@@ -1,4 +1,5 @@
 import threading
+import time
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from grpo_jax.adapters.names import parse_policy
 from grpo_jax.adapters.peft import read_adapter, update_norm
 from grpo_jax.adapters.publisher import AdapterSpec, Publisher
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import RecordReader
+from grpo_jax.storage.records import RecordReader, seal
 from tests.learner.tiny import LORA, MODEL, base_and_lora
 
 SPEC = AdapterSpec("tiny", LORA.rank, LORA.alpha, LORA.rslora, LORA.scale, "some/model", "d" * 64)
@@ -94,6 +95,58 @@ def test_a_bucket_that_fails_for_a_moment_is_tried_again(tmp_path, monkeypatch):
     pub.submit(0, 0, lora(), LOGPROBS)
     assert pub.flush(30)
     assert pub.newest.version == 0
+
+
+def test_a_bucket_that_is_gone_for_long_is_waited_for_and_only_the_newest_version_counts(tmp_path, monkeypatch):
+    run, is_gone = Bucket(str(tmp_path)), threading.Event()
+    is_gone.set()
+    write = Bucket.put
+
+    def put(self, key, data):
+        if is_gone.is_set():
+            raise OSError("no route to the bucket")
+        write(self, key, data)
+
+    monkeypatch.setattr(Bucket, "put", put)
+    monkeypatch.setattr("grpo_jax.adapters.publisher._FIRST_PAUSE_S", 0.01)
+    pub = publisher(run)
+    for version in range(3):
+        pub.submit(version, version, lora(1 + version), LOGPROBS)
+        assert not pub.flush(0.2)
+    assert "no route" in pub.trouble
+    is_gone.clear()
+    assert pub.flush(30)
+    assert pub.trouble is None
+    assert [published.version for published in pub.published] == [2]
+    assert pub.skipped == 2
+
+
+def test_a_write_that_lands_late_does_not_move_the_pointer_back_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_jax.adapters.publisher._LOOK_AT_POINTER_S", 0.05)
+    run = Bucket(str(tmp_path))
+    pub = publisher(run)
+    pub.submit(0, 0, lora(1), LOGPROBS)
+    assert pub.flush(30)
+    old = run.read("policy.json")
+    pub.submit(1, 1, lora(2), LOGPROBS)
+    assert pub.flush(30)
+    run.replace("policy.json", old)
+    deadline = time.monotonic() + 30
+    while RecordReader(run, "policy.json").read()["current"] != pub.newest.name and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert RecordReader(run, "policy.json").read()["current"] == pub.newest.name
+
+
+def test_the_pointer_of_a_learner_that_took_over_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_jax.adapters.publisher._LOOK_AT_POINTER_S", 0.02)
+    run = Bucket(str(tmp_path))
+    pub = publisher(run)
+    pub.submit(0, 0, lora(1), LOGPROBS)
+    assert pub.flush(30)
+    taken_over = seal({"current": "another"}, incarnation=2, seq=1)
+    run.replace("policy.json", taken_over)
+    time.sleep(0.3)
+    assert run.read("policy.json") == taken_over
 
 
 def test_what_stops_the_publisher_reaches_the_loop(tmp_path):

@@ -132,7 +132,9 @@ def test_a_killed_role_costs_no_step(tiny_model, tmp_path, role):
     trained = trained_groups(run_dir)
     assert len(trained) == len(set(trained)) == 12
     assert command.processes() == {}
-    assert np.isfinite([record["loss"] for record in metrics(run_dir)]).all()
+    losses = [record["loss"] for record in metrics(run_dir) if "loss" in record]  # none where no group was mixed
+    assert losses
+    assert np.isfinite(losses).all()
 
 
 def test_a_killed_supervisor_takes_its_roles_with_it(tiny_model, tmp_path):

@@ -27,6 +27,7 @@ OVERRIDES = {
     "batch.group_size": 4,
     "evaluation.samples": 1,
     "checkpoints.every": 1,
+    "retention.adapters": "all",
 }
 
 

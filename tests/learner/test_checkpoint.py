@@ -12,6 +12,12 @@ def run(request, tmp_path):
     return Bucket(str(tmp_path / "run") if request.param == "directory" else f"memory://{tmp_path.name}/run")
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """What is broken here stays broken."""
+    monkeypatch.setattr("grpo_jax.learner.checkpoint._LOOK_AGAIN_S", 0.0)
+
+
 def states():
     """Two different states of the same shape, and their host copies."""
     step, (base, lora) = make_step(), base_and_lora()
@@ -66,3 +72,17 @@ def test_what_is_not_whole_is_passed_over_for_the_one_before(run, damage):
 
 def test_no_checkpoint_is_none(run):
     assert Checkpointer(run, keep=1).restore_newest(states()[0]) is None
+
+
+def test_a_checkpoint_that_is_only_late_is_waited_for(run, monkeypatch):
+    first, second = states()
+    checkpointer = Checkpointer(run, keep=2)
+    checkpointer.save(5, first, {})
+    checkpointer.save(10, second, {})
+    checkpointer.wait()
+    key = next(key for key in run.list("checkpoints/000010") if "state/" in key and len(run.read(key)) > 100)
+    whole = run.read(key)
+    run.replace(key, whole[:-7])
+    monkeypatch.setattr("grpo_jax.learner.checkpoint.time.sleep", lambda _: run.replace(key, whole))
+    _, meta = Checkpointer(run, keep=2).restore_newest(first)
+    assert meta["step"] == 10
