@@ -19,6 +19,7 @@ from grpo_jax.generator.client import UNREACHABLE, Load, ServerError
 from grpo_jax.generator.engines import require_engine, server_command, server_version
 from grpo_jax.generator.observer import Observer
 from grpo_jax.generator.policies import Policies
+from grpo_jax.generator.sources import LocalCopies
 from grpo_jax.generator.supervisor import Supervisor
 from grpo_jax.models.source import base_digest, resolve_model
 from grpo_jax.rollouts.threads import in_daemon_thread
@@ -28,7 +29,7 @@ from grpo_jax.storage.records import Record, RecordWriter
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.1
+_TICK_S = 0.05
 _PAUSE_S = 1.0
 _METRICS_S = 1.0
 _HEARTBEAT_S = 1.0
@@ -66,14 +67,21 @@ class _Agent:
         self._heartbeat_key = layout.replica(config.fleet_name, replica_id)
         self._writer = RecordWriter(self._bucket, self._heartbeat_key, self._incarnation)
         self._observer = Observer(run, config.fleet.idle_exit_s)
-        self._policies = Policies(run, work_dir / "adapters", dtype=config.model.dtype, slots=config.slots)
+        self._adapters = work_dir / "adapters"
+        self._policies = Policies(
+            LocalCopies(run, self._adapters),
+            config.run,
+            dtype=config.model.dtype,
+            slots=config.slots,
+            reproof_s=config.fleet.reproof_s,
+        )
         self._supervisor: Supervisor | None = None
         self._base_digest: str | None = None
         self._load = Load()
         self._error: str | None = None
         self._life = 0  # of the server that `_policies` speaks of
         self._leaving = asyncio.Event()
-        self._soonest_s = 0.25 if self._bucket.is_local else _HEARTBEAT_S
+        self._soonest_s = 0.05 if self._bucket.is_local else _HEARTBEAT_S
 
     async def run(self) -> int:
         stopped = asyncio.Event()
@@ -106,7 +114,12 @@ class _Agent:
         async with aiohttp.ClientSession(trust_env=False) as session:
             self._supervisor = supervisor = Supervisor(
                 lambda port, start: server_command(
-                    config, model_dir, self._id, port=port, start=self._incarnation + start
+                    config,
+                    model_dir,
+                    self._id,
+                    port=port,
+                    start=self._incarnation + start,
+                    adapters=self._adapters,
                 ),
                 self._work_dir / f"{config.generator.engine}-{self._id}.log",
                 session,
@@ -198,9 +211,8 @@ class _Agent:
             "engine": config.generator.engine,
             "engine_version": server_version(config),
             "dtype": config.model.dtype,
-            "proved": self._policies.proved if ready else [],
-            "quarantined": self._policies.quarantined,
-            "loaded": list(self._policies.loaded) if ready else [],
+            **self._policies.record(),
+            **({} if ready else {"proved": [], "loaded": []}),
             "running": self._load.running if ready else 0,
             "waiting": self._load.waiting if ready else 0,
             "restarts": supervisor.restarts if supervisor is not None else 0,

@@ -1,20 +1,20 @@
-"""What an agent asks of its server: vLLM's HTTP interface, as far as it is used here."""
+"""What is asked of a server: vLLM's HTTP interface, as far as it is used here."""
 
+import json
 import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-from grpo_jax.generator.vllm import SERVED_NAME
 
 _SHORT = aiohttp.ClientTimeout(total=10)
 _LOAD = aiohttp.ClientTimeout(total=120)
 # The canary goes first among what waits, but may have to see one running request end.
 _CANARY = aiohttp.ClientTimeout(total=300)
+_MAX_ANSWER = 16 * 2**20  # bytes
 _METRIC = re.compile(r"^vllm:(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -37,40 +37,54 @@ class Load:
 
 
 class EngineClient:
-    """One server on this machine. Every call may raise one of `UNREACHABLE`, and `ServerError` for a refusal."""
+    """One server. Every call may raise one of `UNREACHABLE`, and `ServerError` for a refusal.
 
-    def __init__(self, session: aiohttp.ClientSession, url: str):
-        self._session, self._url = session, url
+    Redirects are not followed: they would carry the headers to wherever the server likes.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        priority: int | None = -1,
+    ):
+        """
+        Args:
+            headers: sent with each request. A bearer token stays out of errors, even where a server quotes it.
+            priority: of canaries, lower goes first; None for a server that does not schedule by priority.
+        """
+        self._session, self._url = session, url.rstrip("/")
+        self._headers, self._priority = dict(headers or {}), priority
+        self._secret = self._headers.get("Authorization", "").removeprefix("Bearer ")
 
     async def healthy(self) -> bool:
         try:
-            async with self._session.get(f"{self._url}/health", timeout=_SHORT) as response:
-                return response.status == 200
-        except UNREACHABLE:
+            await self._ask("GET", "/health", None, _SHORT)
+        except (ServerError, *UNREACHABLE):
             return False
+        return True
 
-    async def adapters(self) -> set[str]:
-        """Names of the adapters that are loaded now."""
-        models = await self._json("GET", "/v1/models", None, _SHORT)
-        return {str(model["id"]) for model in models["data"]} - {SERVED_NAME}
+    async def models(self) -> list[str]:
+        """The base's name and those of the adapters that are loaded now."""
+        try:
+            return [str(model["id"]) for model in (await self._json("GET", "/v1/models", None, _SHORT))["data"]]
+        except (KeyError, TypeError):
+            raise ServerError("no list of models in the answer") from None
 
-    async def load(self, name: str, folder: Path) -> None:
-        await self._text("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, _LOAD)
+    async def load(self, name: str, path: str) -> None:
+        await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, _LOAD)
 
     async def unload(self, name: str) -> None:
         """Takes the name away; requests that run under it are finished."""
-        await self._text("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
+        await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _SHORT)
 
     async def canary(self, name: str, tokens: list[int]) -> list[float]:
         """Raw log-probability of each token after the first; NaN where the server gives none."""
-        request = {
-            "model": name,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-            "priority": -1,
-        }
+        request = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        if self._priority is not None:
+            request["priority"] = self._priority
         answer = await self._json("POST", "/v1/completions", request, _CANARY)
         try:
             given = answer["choices"][0]["prompt_logprobs"][1:]
@@ -80,17 +94,34 @@ class EngineClient:
 
     async def load_now(self) -> Load:
         asked_at = time.monotonic()
-        return replace(parse_metrics(await self._text("GET", "/metrics", None, _SHORT)), asked_at=asked_at)
+        text = await self._ask("GET", "/metrics", None, _SHORT)
+        try:
+            return replace(parse_metrics(text.decode(errors="replace")), asked_at=asked_at)
+        except (ValueError, OverflowError):
+            raise ServerError("the metrics are not in Prometheus' format") from None
 
     async def _json(self, method: str, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        async with self._session.request(method, f"{self._url}{path}", json=body, timeout=timeout) as response:
-            await _raise_for_error(response)
-            return await response.json(content_type=None)
+        answer = await self._ask(method, path, body, timeout)
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise ServerError("the answer is not JSON") from None
 
-    async def _text(self, method: str, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> str:
-        async with self._session.request(method, f"{self._url}{path}", json=body, timeout=timeout) as response:
-            await _raise_for_error(response)
-            return await response.text()
+    async def _ask(self, method: str, path: str, body: Any, timeout: aiohttp.ClientTimeout) -> bytes:
+        async with self._session.request(
+            method, f"{self._url}{path}", json=body, headers=self._headers, allow_redirects=False, timeout=timeout
+        ) as response:
+            answer = bytearray()
+            async for chunk in response.content.iter_any():
+                answer += chunk
+                if len(answer) > _MAX_ANSWER:
+                    raise ServerError(f"the answer is larger than {_MAX_ANSWER} bytes")
+        if response.status < 300:
+            return bytes(answer)
+        message = _message(answer) or response.reason or "no reason given"
+        if self._secret:
+            message = message.replace(self._secret, "***")
+        raise ServerError(f"HTTP {response.status}: {' '.join(message.split())[:500]}")
 
 
 def parse_metrics(text: str) -> Load:
@@ -120,12 +151,9 @@ def _logprob(position: Any, token: int) -> float:
     return math.nan if value is None else float(value)
 
 
-async def _raise_for_error(response: aiohttp.ClientResponse) -> None:
-    if response.status < 400:
-        return
+def _message(answer: bytes | bytearray) -> str | None:
+    """That of an OpenAI error object."""
     try:
-        body = await response.json(content_type=None)
-        message = str(body["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = response.reason or "no reason given"
-    raise ServerError(f"HTTP {response.status}: {' '.join(message.split())[:500]}")
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

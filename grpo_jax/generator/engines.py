@@ -29,11 +29,14 @@ def require_engine(config: Config) -> None:
         raise UsageError(f"generator.engine is {config.generator.engine!r}, but {package} is installed here")
 
 
-def server_command(config: Config, model_dir: Path, replica_id: str, *, port: int, start: int) -> vllm.Command:
+def server_command(
+    config: Config, model_dir: Path, replica_id: str, *, port: int, start: int, adapters: Path | None = None
+) -> vllm.Command:
     """The command of a server that dies with this process.
 
     Args:
         start: another number for each start, for the seed.
+        adapters: see `vllm_command`.
     """
     max_positions = ModelConfig.from_dir(model_dir).max_positions
     seed = vllm.engine_seed(config, replica_id, start)
@@ -45,6 +48,7 @@ def server_command(config: Config, model_dir: Path, replica_id: str, *, port: in
             seed=seed,
             cpu=vllm.on_cpu(),
             environ=os.environ,
+            adapters=adapters,
             max_positions=max_positions,
             parent_pid=os.getpid(),
         )

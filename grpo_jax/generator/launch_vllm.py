@@ -2,18 +2,15 @@
 
 vLLM computes in child processes that it spawns, and `multiprocessing` imports the main module again in each of them,
 under the name `__mp_main__`. So what stands at the end of this file runs in every process of the server, before any of
-vLLM does: each of them dies with its parent, and the one that computes gets the faster LoRA layer on a CPU.
+vLLM does: each of them dies with its parent and has our plugin, whether this package is installed or not.
 """
 
 import multiprocessing
-import os
 import runpy
 import warnings
 
 from grpo_jax.generator.lifeline import die_with_parent, parent_pid_from_environment
-
-CPU_LORA = "GRPO_JAX_CPU_LORA"
-"""Environment variable: "1" exchanges the LoRA layer of vLLM's CPU backend (see `cpu_lora`)."""
+from grpo_jax.generator.plugin import register
 
 
 def serve() -> None:
@@ -23,17 +20,11 @@ def serve() -> None:
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
 
 
-def prepare_child() -> None:
+if __name__ == "__mp_main__":
     parent = multiprocessing.parent_process()
     die_with_parent(parent.pid if parent is not None else None)
-    if os.environ.get(CPU_LORA) == "1":
-        from grpo_jax.generator import cpu_lora
-
-        cpu_lora.install()
-
-
-if __name__ == "__mp_main__":
-    prepare_child()
+    register()
 elif __name__ == "__main__":
     die_with_parent(parent_pid_from_environment())
+    register()
     serve()

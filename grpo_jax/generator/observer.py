@@ -30,7 +30,7 @@ class Observer:
         self._learner = RecordReader(run, layout.LEARNER_STATE)
         self._idle_exit_s = idle_exit_s
         self._slow_s = 0.5 if run.is_local else 1.0
-        self._fast_s = 0.2 if run.is_local else 1.0
+        self._fast_s = 0.05 if run.is_local else 1.0
         self._first_stamp: tuple[int, int] | None = None
         self._troubled = False
         self.base_digest: str | None = None
@@ -56,7 +56,7 @@ class Observer:
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             if may_exist and (policy := await self._read(self._policy)) is not None:
-                self.wanted = Wanted(policy["probe"], policy["current"], tuple(policy["window"]))
+                self.wanted = Wanted.of(policy)
             await asyncio.sleep(self._slow_s if self.wanted is None else self._fast_s)
 
     def _end(self, run: Record) -> str | None:

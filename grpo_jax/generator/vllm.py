@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
-from grpo_jax.generator.launch_vllm import CPU_LORA
 from grpo_jax.generator.lifeline import PARENT_PID
+from grpo_jax.generator.plugin import ADAPTERS, CPU_LORA
 from grpo_jax.models.config import resolve_targets
 
 SERVED_NAME = "base"
@@ -64,6 +64,7 @@ def vllm_command(
     seed: int,
     cpu: bool,
     environ: Mapping[str, str],
+    adapters: Path | None = None,
     max_positions: int | None = None,
     parent_pid: int | None = None,
 ) -> Command:
@@ -72,6 +73,7 @@ def vllm_command(
     Args:
         cpu: see `on_cpu`.
         environ: what the environment starts from, in practice `os.environ`.
+        adapters: the folder from which the server may register proved policies by itself (see `plugin`).
         parent_pid: the process with which the server shall die.
     """
     return Command(
@@ -81,7 +83,7 @@ def vllm_command(
             "grpo_jax.generator.launch_vllm",
             *vllm_flags(config, model_dir, port=port, seed=seed, cpu=cpu, max_positions=max_positions),
         ),
-        env=_environment(config, cpu, environ, parent_pid),
+        env=_environment(config, cpu, environ, adapters, parent_pid),
     )
 
 
@@ -132,7 +134,9 @@ def vllm_flags(
     return [*words, *generator.extra_args]
 
 
-def _environment(config: Config, cpu: bool, environ: Mapping[str, str], parent_pid: int | None) -> dict[str, str]:
+def _environment(
+    config: Config, cpu: bool, environ: Mapping[str, str], adapters: Path | None, parent_pid: int | None
+) -> dict[str, str]:
     env = {
         **{name: value for name, value in environ.items() if name not in _UNWANTED},
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -143,6 +147,8 @@ def _environment(config: Config, cpu: bool, environ: Mapping[str, str], parent_p
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": package_path(environ),
     }
+    if adapters is not None:
+        env[ADAPTERS] = str(adapters.resolve())
     if parent_pid is not None:
         env[PARENT_PID] = str(parent_pid)
     if cpu:

@@ -54,8 +54,8 @@ class AgentProcess:
             time.sleep(0.05)
         return record
 
-    def proved(self, *names: str) -> dict[str, Any]:
-        return self.wait_for(lambda r: set(names) <= set(r.get("proved", ())))
+    def proved(self, *names: str, wait_s: float = _WAIT_S) -> dict[str, Any]:
+        return self.wait_for(lambda r: set(names) <= set(r.get("proved", ())), wait_s)
 
     def quarantined(self, name: str) -> str:
         return self.wait_for(lambda r: name in r.get("quarantined", ()))["quarantined"][name]

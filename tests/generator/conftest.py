@@ -6,39 +6,12 @@ from typing import Any
 
 import pytest
 
-from grpo_jax.config.schema import Config
-from grpo_jax.models.config import LoraConfig
+from grpo_jax.generator.vllm import vllm_version
 from tests.generator.agents import AgentProcess
+from tests.generator.served import Served
+from tests.generator.settings import LORA, VLLM_START_S, make_config
 from tests.generator.stand_in import StandIn
 from tests.tiny_model import write_tiny_model
-
-LORA = LoraConfig(rank=4, alpha=8.0)
-
-
-def make_config(bucket: Path, model_dir: Path, run: str = "tiny", **sections: Any) -> Config:
-    raw: dict[str, Any] = {
-        "run": run,
-        "bucket": str(bucket),
-        "max_staleness": 1,
-        "model": {"source": str(model_dir), "dtype": "float32"},
-        "lora": {"rank": LORA.rank, "alpha": LORA.alpha},
-        "task": {"source": "tests.plugins:none"},
-        "rewards": [{"source": "tests.plugins:even_first_token"}],
-        "batch": {"row_tokens": 64},
-        # What one server has compiled, the next one finds.
-        "generator": {"engine": "reference", "start_timeout_s": 120, "env": _compile_cache(model_dir.parent / "xla")},
-    }
-    for section, values in sections.items():
-        raw[section] = {**raw.get(section, {}), **values}
-    return Config.model_validate(raw)
-
-
-def _compile_cache(folder: Path) -> dict[str, str]:
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
 
 
 @pytest.fixture(scope="package")
@@ -64,3 +37,29 @@ def start_agent(tmp_path: Path, tiny_dir: Path) -> Iterator[Callable[..., AgentP
     yield start
     for agent in agents:
         agent.end()
+
+
+@pytest.fixture(scope="session")
+def vllm_model_dir(request: pytest.FixtureRequest) -> Path:
+    """A model that vLLM can serve here."""
+    if vllm_version() is None:
+        pytest.skip("vLLM is not installed")
+    return request.getfixturevalue("smollm2_dir")
+
+
+@pytest.fixture(scope="package")
+def vllm_agent(vllm_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An agent with a vLLM in float32, which joins late: five versions are there before it starts."""
+    served = Served(
+        tmp_path_factory.mktemp("vllm-agent"),
+        vllm_model_dir,
+        versions=5,
+        batch={"row_tokens": 256},
+        generator={"engine": "vllm", "block_size": 16, "start_timeout_s": VLLM_START_S},
+        fleet={"reproof_s": 5.0},
+    )
+    try:
+        served.joined = served.agent.proved(*served.learner.window, wait_s=VLLM_START_S)
+        yield served
+    finally:
+        served.agent.end()

@@ -11,7 +11,7 @@ from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.generator import vllm
 from grpo_jax.generator.engines import require_engine, server_command
-from tests.generator.conftest import make_config
+from tests.generator.settings import make_config
 
 ROOT = Path(__file__).parents[2]
 

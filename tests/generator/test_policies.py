@@ -1,16 +1,22 @@
 """Reconciling against a server that misbehaves: answers lost, names lost, deaths, and requests that still run."""
 
 import asyncio
+import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_jax.adapters.manifest import read_manifest
+from grpo_jax.generator import files
 from grpo_jax.generator import policies as module
 from grpo_jax.generator.client import Load, ServerError, parse_metrics
+from grpo_jax.generator.index import INDEX, indexed
 from grpo_jax.generator.policies import Policies, Wanted
+from grpo_jax.generator.sources import LocalCopies, Mounted
+from grpo_jax.storage import layout
 from tests.generator.stand_in import StandIn
 
 
@@ -26,16 +32,22 @@ class Server:
         self.ill = False
         self.lose_answer_of: str | None = None
         self.off_at: str | None = None
+        self.foreign: list[str] = []
+        self.registers_by_itself: str | None = None
+        self.scored: list[str] = []
 
     async def healthy(self) -> bool:
         return not self.ill
 
-    async def adapters(self) -> set[str]:
-        return set(self.names)
+    async def models(self) -> list[str]:
+        return ["base", *self.names, *self.foreign]
 
-    async def load(self, name: str, folder: Path) -> None:
+    async def load(self, name: str, path: str) -> None:
+        if name == self.registers_by_itself:
+            self.names[name] = Path(path)
         if name in self.names:
             raise ServerError("HTTP 400: already been loaded")
+        folder = Path(path)
         assert (folder / "adapter_model.safetensors").is_file()
         self.names[name] = folder
         self.loads.append(name)
@@ -44,6 +56,7 @@ class Server:
             raise TimeoutError
 
     async def unload(self, name: str) -> None:
+        assert indexed(self.names[name].parent, name) is None
         del self.names[name]
 
     async def canary(self, name: str, tokens: list[int]) -> list[float]:
@@ -51,6 +64,7 @@ class Server:
             self.ill = True
             raise self.last_word
         assert name in self.names
+        self.scored.append(name)
         logprobs = read_manifest(self._learner.bucket, name).canary.logprobs
         return [x - 1.0 for x in logprobs] if name == self.off_at else logprobs
 
@@ -62,7 +76,12 @@ def server(learner: StandIn) -> Server:
 
 @pytest.fixture
 def policies(learner: StandIn, tmp_path: Path) -> Policies:
-    return Policies(learner.bucket, tmp_path / "adapters", dtype="float32", slots=4)
+    return _policies(learner, tmp_path)
+
+
+def _policies(learner: StandIn, folder: Path, reproof_s: float = 1e9) -> Policies:
+    source = LocalCopies(learner.bucket, folder / "adapters")
+    return Policies(source, learner.run, dtype="float32", slots=4, reproof_s=reproof_s)
 
 
 def _settle(policies: Policies, server: Any, learner: StandIn) -> None:
@@ -160,17 +179,203 @@ def test_another_probe_calibrates_again(learner, server, policies):
 
 
 def test_files_stay_while_a_request_names_them_and_go_afterwards(learner, server, policies, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_KEEP_FILES_S", 0.0)
+    monkeypatch.setattr(files, "_KEEP_S", 0.0)
+    monkeypatch.setattr(module, "_COMPARE_S", 0.0)
     v0 = learner.start()
     _settle(policies, server, learner)
-    folder = tmp_path / "adapters"
-    assert {path.name for path in folder.iterdir()} == {v0, learner.probe}
+    assert _stored(tmp_path) == {v0, learner.probe}
     now = time.monotonic()
     for load in (Load(busy=frozenset({learner.probe}), asked_at=now), Load(asked_at=now - 60)):
         asyncio.run(policies.sweep(load))
-        assert {path.name for path in folder.iterdir()} == {v0, learner.probe}
+        assert _stored(tmp_path) == {v0, learner.probe}
     asyncio.run(policies.sweep(Load(busy=frozenset({v0}), asked_at=now)))
-    assert {path.name for path in folder.iterdir()} == {v0}
+    assert _stored(tmp_path) == {v0}
+
+
+def test_files_stay_until_the_server_was_seen_without_the_name(learner, server, policies, tmp_path, monkeypatch):
+    """A request may have brought the name back just before it was withdrawn."""
+    monkeypatch.setattr(files, "_KEEP_S", 0.2)
+    v0 = learner.start()
+    _settle(policies, server, learner)
+    server.names[learner.probe] = tmp_path / "adapters" / learner.probe
+    time.sleep(0.4)
+    asyncio.run(policies.sweep(Load(asked_at=time.monotonic())))
+    assert _stored(tmp_path) == {v0, learner.probe}
+    monkeypatch.setattr(module, "_COMPARE_S", 0.0)
+    _settle(policies, server, learner)
+    asyncio.run(policies.sweep(Load(asked_at=time.monotonic())))
+    assert _stored(tmp_path) == {v0, learner.probe}
+    assert policies.proved == [v0]
+
+
+def test_what_an_earlier_server_held_goes_once_nobody_wants_it(learner, server, policies, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_KEEP_S", 0.0)
+    monkeypatch.setattr(module, "_COMPARE_S", 0.0)
+    v0 = learner.start()
+    _settle(policies, server, learner)
+    server.names.clear()
+    policies.forget_server()
+    assert indexed(tmp_path / "adapters", v0) is not None  # the next server may take it
+    v1 = learner.publish(1, learner.version(1))
+    learner.point(v1)
+    _settle(policies, server, learner)
+    assert indexed(tmp_path / "adapters", v0) is None
+    asyncio.run(policies.sweep(Load(asked_at=time.monotonic())))
+    assert _stored(tmp_path) == {v1}
+
+
+def test_the_index_holds_what_is_proved_and_nothing_else(learner, server, policies, tmp_path):
+    folder = tmp_path / "adapters"
+    v0 = learner.start()
+    server.off_at = bad = learner.publish(1, learner.version(1))
+    learner.point(bad, v0)
+    _settle(policies, server, learner)
+    assert set(json.loads((folder / INDEX).read_text())) == {v0}
+    assert indexed(folder, v0) == str(server.names[v0])  # the path of the load: vLLM's prefix cache goes by it
+    names = [learner.publish(i, learner.version(i)) for i in (2, 3, 4, 5)]
+    learner.point(*reversed(names))
+    _settle(policies, server, learner)
+    assert set(json.loads((folder / INDEX).read_text())) == set(names) == set(server.names)
+
+
+def test_what_the_server_registered_by_itself_meanwhile_is_proved_not_refused(learner, server, policies):
+    v0 = learner.start()
+    server.registers_by_itself = v0
+    _settle(policies, server, learner)
+    assert policies.proved == [v0]
+    assert policies.quarantined == {}
+
+
+def test_files_that_a_server_may_be_reading_are_not_written_again(learner, server, policies, tmp_path):
+    v0 = learner.start()
+    _settle(policies, server, learner)
+    weights = tmp_path / "adapters" / v0 / "adapter_model.safetensors"
+    before = weights.stat().st_mtime_ns
+    server.names.clear()
+    policies.forget_server()
+    _settle(policies, server, learner)
+    assert policies.proved == [v0]
+    assert weights.stat().st_mtime_ns == before
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    server.names.clear()
+    policies.forget_server()
+    _settle(policies, server, learner)
+    assert policies.proved == [v0]
+    assert weights.read_bytes() == learner.bucket.read(layout.adapter(v0, weights.name))
+
+
+def test_adapters_of_others_are_left_alone(learner, server, policies):
+    """On a server without an agent there may be some; a slot of theirs is not ours to empty."""
+    server.foreign = ["someone-elses", "other.v000001.abcdef01"]
+    v0 = learner.start()
+    names = [learner.publish(i, learner.version(i)) for i in range(1, 6)]
+    learner.point(*reversed(names), v0)
+    _settle(policies, server, learner)
+    assert set(policies.loaded) == set(names[1:])
+    assert policies.proved == policies.loaded
+
+
+def _run_for(policies: Policies, server: Any, learner: StandIn, steps: int) -> None:
+    async def run() -> None:
+        wanted = Wanted(learner.probe, learner.window[0], tuple(learner.window))
+        for _ in range(steps):
+            await policies.step(server, wanted)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+
+
+def test_proved_policies_are_proved_again_and_again(learner, server, tmp_path):
+    policies = _policies(learner, tmp_path, reproof_s=0.003)
+    v0 = learner.start()
+    v1 = learner.publish(1, learner.version(1))
+    learner.point(v1, v0)
+    _run_for(policies, server, learner, 100)
+    counts = Counter(server.scored)
+    assert min(counts[v0], counts[v1]) > 5
+    assert counts[learner.probe] == 1
+    record = policies.record()
+    assert record["proofs"] == counts.total()
+    assert set(record["proved_at"]) == {v0, v1}
+    assert abs(min(record["proved_at"].values()) - time.time()) < 60
+    assert record["refused_total"] == 0
+
+
+def test_a_policy_that_is_proved_no_more_is_quarantined_with_the_reason(learner, server, tmp_path):
+    policies = _policies(learner, tmp_path, reproof_s=0.003)
+    v0 = learner.start()
+    v1 = learner.publish(1, learner.version(1))
+    learner.point(v1, v0)
+    _run_for(policies, server, learner, 20)
+    assert set(policies.proved) == {v0, v1}
+    server.off_at = v1
+    _run_for(policies, server, learner, 100)
+    assert policies.proved == [v0]
+    assert "proved, and is no more: the canary's log-probabilities differ" in policies.quarantined[v1]
+    assert set(server.names) == {v0}
+    assert indexed(tmp_path / "adapters", v1) is None
+    assert policies.record()["refused_total"] == 1
+
+
+@pytest.mark.parametrize("last_word", [ConnectionError(), TimeoutError(), ServerError("HTTP 500: it is ill")])
+def test_a_server_that_is_away_when_a_policy_is_proved_again_is_no_verdict(learner, server, tmp_path, last_word):
+    policies = _policies(learner, tmp_path, reproof_s=0.003)
+    v0 = learner.start()
+    _run_for(policies, server, learner, 5)
+    server.die_at, server.last_word = v0, last_word
+    for _ in range(5):  # more often than a server may die of one policy
+        with pytest.raises((ConnectionError, TimeoutError)):
+            _run_for(policies, server, learner, 200)
+    server.die_at, server.ill = None, False
+    _run_for(policies, server, learner, 5)
+    assert policies.proved == [v0]
+    assert policies.quarantined == {}
+
+
+def test_newer_policies_come_before_repeated_proofs(learner, server, tmp_path):
+    policies = _policies(learner, tmp_path, reproof_s=1e-6)
+    v0 = learner.start()
+    _run_for(policies, server, learner, 20)
+    assert policies.proved == [v0]
+    v1 = learner.publish(1, learner.version(1))
+    learner.point(v1, v0)
+    _run_for(policies, server, learner, 1)
+    assert v1 in policies.proved
+
+
+def test_without_a_mount_only_what_is_listed_is_proved_and_nothing_is_loaded(learner, server):
+    source = Mounted(learner.bucket, learner.run, None)
+    policies = Policies(source, learner.run, dtype="float32", slots=4, reproof_s=1e9)
+    v0 = learner.start()
+    good, bad, absent = (learner.publish(i, learner.version(i)) for i in (1, 2, 3))
+    learner.point(absent, bad, good, v0)
+    server.off_at = bad
+    server.names = {good: Path("x"), bad: Path("x"), v0: Path("x")}
+    _settle(policies, server, learner)
+    assert set(policies.proved) == {good, v0}
+    assert "differ from the learner's" in policies.quarantined[bad]
+    assert set(server.names) == {good, bad, v0}
+    assert server.loads == []
+    assert learner.probe not in server.scored
+
+
+def test_without_a_mount_a_listed_probe_that_is_not_reproduced_refuses_everything(learner, server):
+    source = Mounted(learner.bucket, learner.run, None)
+    policies = Policies(source, learner.run, dtype="float32", slots=4, reproof_s=1e9)
+    v0 = learner.start()
+    server.names = {v0: Path("x")}
+    _settle(policies, server, learner)
+    assert policies.proved == [v0]
+    server.names[learner.probe] = Path("x")
+    server.off_at = learner.probe
+    policies.forget_server()
+    _settle(policies, server, learner)
+    assert policies.proved == []
+    assert "does not reproduce the probe" in policies.quarantined[v0]
+
+
+def _stored(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "adapters").iterdir() if path.is_dir()}
 
 
 def test_refusals_of_names_that_nobody_wants_any_more_are_forgotten(learner, server, policies):
@@ -192,6 +397,20 @@ def test_a_name_that_is_no_policy_is_quarantined_and_touches_nothing(learner, se
     _settle(policies, server, learner)
     assert "not a policy name" in policies.quarantined["../../etc"]
     assert policies.proved == [v0]
+
+
+def test_a_path_in_the_place_of_a_name_deletes_nothing(learner, server, policies, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_KEEP_S", 0.0)
+    monkeypatch.setattr(module, "_COMPARE_S", 0.0)
+    (tmp_path / "victim").mkdir()
+    v0 = learner.start()
+    learner.point("../victim", v0)
+    _settle(policies, server, learner)
+    learner.point(v0)
+    _settle(policies, server, learner)
+    asyncio.run(policies.sweep(Load(asked_at=time.monotonic())))
+    assert (tmp_path / "victim").is_dir()
+    assert policies.held == [v0]
 
 
 METRICS = """

@@ -21,7 +21,7 @@ from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_e
 from grpo_jax.generator.supervisor import Supervisor
 from grpo_jax.generator.vllm import Command
 from tests.generator.agents import alive
-from tests.generator.conftest import make_config
+from tests.generator.settings import make_config
 
 # Starts a child, prints both pids, and (with "deaf") listens to no SIGTERM.
 _FAMILY = """

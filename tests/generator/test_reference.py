@@ -17,7 +17,7 @@ import pytest
 from grpo_jax.generator.process import free_port
 from grpo_jax.generator.reference_engine import ROWS, sample
 from tests.generator.calls import Answer, call
-from tests.generator.conftest import LORA, make_config
+from tests.generator.settings import LORA, make_config
 from tests.generator.stand_in import StandIn
 
 

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from grpo_jax.generator import files, policies
 from grpo_jax.generator.client import EngineClient
 from grpo_jax.generator.policies import Policies, Wanted
+from grpo_jax.generator.sources import LocalCopies
 from grpo_jax.models.config import LoraConfig
 from grpo_jax.storage import layout
 from tests.conftest import VllmServer
 from tests.generator.agents import AgentProcess, wait_until_gone
-from tests.generator.calls import call
-from tests.generator.conftest import make_config
+from tests.generator.calls import call, complete, prompt_logprobs
+from tests.generator.settings import make_config
 from tests.generator.stand_in import StandIn
 
 pytestmark = pytest.mark.slow
@@ -30,9 +32,15 @@ LORA = LoraConfig(rank=8, alpha=16.0)
 
 class Subject:
     def __init__(self, server: VllmServer, folder: Path):
-        self.url = server.url
+        self.url, self.adapters, self.slots = server.url, folder / "adapters", server.config.slots
         self.learner = StandIn(str(folder / "bucket"), "real", server.model_dir, LORA)
-        self.policies = Policies(self.learner.bucket, folder / "adapters", dtype="float32", slots=server.config.slots)
+        self.policies = Policies(
+            LocalCopies(self.learner.bucket, self.adapters),
+            self.learner.run,
+            dtype="float32",
+            slots=self.slots,
+            reproof_s=server.config.fleet.reproof_s,
+        )
 
     def settle(self) -> None:
         """What the agent does until there is nothing left to do."""
@@ -48,10 +56,7 @@ class Subject:
         asyncio.run(run())
 
     def complete(self, **body: Any) -> list[dict[str, Any]]:
-        asked = {"logprobs": 0, "return_token_ids": True, "temperature": 1.0, "max_tokens": 8, **body}
-        answer = call(f"{self.url}/v1/completions", asked)
-        assert answer.status == 200, answer.text
-        return answer.json()["choices"]
+        return complete(self.url, **body)
 
     def scored(self, model: str, prompt: list[int]) -> np.ndarray:
         """Log-probabilities of the prompt and of the best next tokens."""
@@ -193,6 +198,98 @@ async def _until(client: EngineClient, condition: Callable[[Any], bool]) -> None
     async with asyncio.timeout(60):
         while not condition(await client.load_now()):
             await asyncio.sleep(0.02)
+
+
+def test_more_adapters_than_slots_are_read_again_from_the_disk(subject, tmp_path):
+    learner, extra = subject.learner, [f"extra{i}" for i in range(subject.slots + 1)]
+    for i, name in enumerate(extra):
+        for file, data in learner.files(learner.version(50 + i, size=0.03)).items():
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / file).write_bytes(data)
+        body = {"lora_name": name, "lora_path": str(tmp_path / name)}
+        assert call(f"{subject.url}/v1/load_lora_adapter", body).status == 200
+        subject.complete(model=name, prompt=_prompts(1)[0], max_tokens=1)
+    try:
+        for policy, tree in (
+            (learner.window[0], learner.version(2, size=0.03)),
+            (learner.window[-1], learner.version(1, size=0.0)),
+        ):
+            measured = prompt_logprobs(subject.url, policy, learner.tokens.tolist())
+            np.testing.assert_allclose(measured, learner.logprobs(tree), atol=5e-4)
+    finally:
+        for name in extra:
+            call(f"{subject.url}/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def _cache_hits(url: str) -> float:
+    lines = call(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_what_one_policy_has_cached_is_not_seen_by_the_next(subject):
+    learner, prompt = subject.learner, _prompts(1, 40)[0]
+    trees = {version: learner.version(version, size=0.03) for version in (21, 22)}
+    first, second = (learner.publish(version, tree) for version, tree in trees.items())
+    by_name = dict(zip((first, second), trees.values(), strict=True))
+    learner.point(second, first)
+    subject.settle()
+
+    def fault(policy: str, other: str) -> tuple[float, float]:
+        """How far the next token's log-probability is from the learner's, and how far another policy's would be."""
+        choice = subject.complete(model=policy, prompt=prompt, max_tokens=1, temperature=0.0)[0]
+        (token,) = choice["token_ids"]
+        logits = [learner.next_logits(by_name[name], prompt) for name in (policy, other)]
+        right, wrong = (x[token] - x.max() - np.log(np.sum(np.exp(x - x.max()))) for x in logits)
+        (measured,) = choice["logprobs"]["token_logprobs"]
+        return abs(measured - right), abs(wrong - right)
+
+    hits = _cache_hits(subject.url)
+    for policy, other in ((first, second), (first, second), (second, first), (first, second), (second, first)):
+        off, apart = fault(policy, other)
+        assert off < 5e-4 < apart / 10
+    assert _cache_hits(subject.url) >= hits + 3 * 32  # else there was nothing to be stale
+
+
+def test_a_request_that_outlives_its_window_is_finished_before_its_files_go(subject, monkeypatch):
+    monkeypatch.setattr(files, "_KEEP_S", 0.2)
+    monkeypatch.setattr(policies, "_COMPARE_S", 0.0)
+    learner, prompt, tree = subject.learner, _prompts(1)[0], subject.learner.version(30, size=0.03)
+    old = learner.publish(30, tree)
+    new = [learner.publish(i, learner.version(i, size=0.03)) for i in range(31, 31 + subject.slots)]
+    learner.point(old)
+    subject.settle()
+    assert old in subject.policies.proved
+    with ThreadPoolExecutor(1) as pool:
+        asked = {"model": old, "prompt": prompt, "n": 8, "max_tokens": 120, "ignore_eos": True, "seed": 4}
+        request = pool.submit(subject.complete, **asked)
+        asyncio.run(_until_busy(subject.url, old))
+        learner.point(*reversed(new))
+        subject.settle()
+        assert set(subject.policies.proved) == set(new)
+        assert old not in {model["id"] for model in call(f"{subject.url}/v1/models").json()["data"]}
+        for _ in range(4):
+            time.sleep(0.3)
+            subject.settle()
+            assert (subject.adapters / old).is_dir()
+        assert not request.done()
+        choices = request.result()
+    assert len(choices) == 8
+    for choice in choices[:2]:
+        sequence = [*prompt, *choice["token_ids"]]
+        expected = learner.logprobs(tree, sequence)[len(prompt) - 1 :]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], expected, atol=2e-3)
+        assert len(choice["token_ids"]) == 120
+    deadline = time.monotonic() + 30
+    while (subject.adapters / old).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+        subject.settle()
+    assert all((subject.adapters / name).is_dir() for name in new)
+
+
+async def _until_busy(url: str, policy: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        await _until(EngineClient(session, url), lambda load: policy in load.busy)
 
 
 def test_sigkill_of_an_agent_takes_vllm_and_its_engine_along(smollm2_dir, tmp_path):

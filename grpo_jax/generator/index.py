@@ -1,0 +1,34 @@
+"""The index of an agent's adapters folder: the policies that its server may take from there by itself.
+
+The agent writes it, the plugin inside the server's processes reads it (see `plugin`).
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from grpo_jax.adapters.names import parse_policy
+
+INDEX = "index.json"
+
+
+def write_index(folder: Path, names: Iterable[str]) -> None:
+    """Replaces the index by one of these policies, which lie in `folder`. A reader sees the old one or the new one."""
+    temporary = folder / f".{INDEX}.tmp"
+    temporary.write_text(json.dumps({name: str(folder / name) for name in sorted(names)}))
+    os.replace(temporary, folder / INDEX)
+
+
+def indexed(folder: Path, name: str) -> str | None:
+    """The directory of a policy, spelled as the agent spells it; None if the index does not hold it.
+
+    Also None where the name is no policy's or the directory is not there or lies elsewhere.
+    """
+    try:
+        parse_policy(name)
+        path = json.loads((folder / INDEX).read_bytes())[name]
+        inside = Path(path).resolve(strict=True) == folder.resolve() / name
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: links that go in a circle
+        return None
+    return path if inside and os.path.isdir(path) else None

@@ -1,0 +1,34 @@
+"""What to make of a server's refusals: a verdict on the adapter, or a sign that the server itself is not well."""
+
+from grpo_jax.generator.client import EngineClient, ServerError
+
+
+class Refused(Exception):
+    """An adapter that must not be served. The message is the reason."""
+
+
+async def load(client: EngineClient, name: str, path: str) -> None:
+    """Loads an adapter; Refused if a sound server does not. One of `UNREACHABLE` is no verdict."""
+    try:
+        await client.load(name, path)
+    except ServerError as error:
+        await _require_health(client, error)
+        # It may have been registered a moment ago, by the server itself or by a load whose answer was lost.
+        if name not in await client.models():
+            raise Refused(f"the server does not load it: {error}") from None
+
+
+async def score(client: EngineClient, name: str, tokens: list[int]) -> list[float]:
+    """The canary's log-probabilities; Refused if a sound server that lists the name gives none."""
+    try:
+        return await client.canary(name, tokens)
+    except ServerError as error:
+        await _require_health(client, error)
+        if name not in await client.models():
+            raise ConnectionError(f"the server has lost {name}") from None
+        raise Refused(f"the server does not score the canary: {error}") from None
+
+
+async def _require_health(client: EngineClient, error: ServerError) -> None:
+    if not await client.healthy():
+        raise ConnectionError(f"the server is ill: {error}") from None
