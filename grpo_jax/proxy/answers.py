@@ -23,16 +23,19 @@ def error_object(message: str, kind: str, code: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def parse_json(data: bytes) -> Any:
-    """ValueError for anything that is not strict JSON (NaN and bottomless nesting included)."""
-    try:
-        return json.loads(data, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def parse_json(data: bytes) -> Any:
+    """ValueError for anything that is not strict JSON in UTF-8 (NaN and bottomless nesting included)."""
+    try:
+        return _DECODER.decode(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def judge(status: int, body: bytes, policy: str) -> bool:

@@ -1,10 +1,10 @@
-"""How long something that failed is left alone: strikes, exponential back-off, one trial before it is trusted again."""
+"""How long something that failed is left alone: strikes, back-off, single trials before it is trusted again."""
 
 from dataclasses import dataclass
 
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 30.0
-# A trial that has not failed after so long lets others follow: it need not have ended, completions can take minutes.
+# A trial that has not failed after so long lets another follow: it need not have ended, completions can take minutes.
 TRIAL_S = 1.0
 
 
@@ -15,7 +15,6 @@ class Backoff:
     count: int = 0
     until: float = float("-inf")
     _struck_at: float = float("-inf")
-    _tried: bool = False
 
     def blocked(self, now: float) -> bool:
         return now < self.until
@@ -30,16 +29,17 @@ class Backoff:
         if news:
             self.count += 1
             self._struck_at = now
-            self._tried = False
-        delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.count - 1, 16))
-        self.until = max(self.until, now + delay)
+        self.until = max(self.until, now + self._delay_s)
         return news
 
     def begin(self, now: float) -> None:
-        """An attempt starts. The first after a strike goes alone: what fails fast looks idle and draws the rest."""
-        if self.count and not self._tried:
-            self._tried = True
-            self.until = max(self.until, now + TRIAL_S)
+        """An attempt starts. Until one succeeds they go singly: what fails fast, or hangs, looks idle and draws all."""
+        if self.count:
+            self.until = max(self.until, now + max(TRIAL_S, self._delay_s))
 
     def reset(self) -> None:
-        self.count, self.until, self._tried = 0, float("-inf"), False
+        self.count, self.until = 0, float("-inf")
+
+    @property
+    def _delay_s(self) -> float:
+        return min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.count - 1, 16))

@@ -1,63 +1,81 @@
-"""Keeps the router's table true: heartbeats and the run's end from the bucket, names from servers without an agent."""
+"""Keeps the router's table true: heartbeats, the window and the run's end from the bucket; servers without an agent."""
 
 import asyncio
 import logging
+import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 from yarl import URL
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
-from grpo_jax.proxy.addresses import replica_url
+from grpo_jax.generator.client import EngineClient
+from grpo_jax.generator.policies import Wanted
+from grpo_jax.generator.sources import Mounted
+from grpo_jax.proxy.addresses import may_be_sent_token, replica_url
 from grpo_jax.proxy.heartbeats import HeartbeatReader, Sighting
 from grpo_jax.proxy.routing import Replica, Router
 from grpo_jax.proxy.run_end import RunEnd
+from grpo_jax.proxy.stock import StockServer, describe
+from grpo_jax.proxy.tokens import TOKEN_VARIABLE, read_token
+from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_POLL_S = 0.25
+HEARTBEAT_POLL_S, _REMOTE_POLL_S = 0.1, 0.5
 STATIC_POLL_S = 1.0
-
-ListModels = Callable[[URL], Awaitable[list[str]]]
+# Some mounts remember an absence: what is not there yet is not asked for more often.
+_ABSENT_POLL_S = 1.0
 
 
 class Fleet:
     """Two kinds of observers, which hand what they see to the router on the event loop.
 
     A daemon thread reads the bucket, so that a slow one holds up neither requests nor the exit (asyncio would wait for
-    its own threads). A task for each static URL asks the server itself.
+    its own threads). A task for each static URL looks after the server there.
     """
 
-    def __init__(self, config: Config, router: Router, list_models: ListModels):
-        """list_models: the names that the server at a URL lists; any exception means that it did not answer."""
+    def __init__(self, config: Config, router: Router):
         bucket = Bucket(config.bucket)
+        self._is_local = bucket.is_local
+        run = bucket.child(config.run)
+        self._config, self._router = config, router
         self._name, self._run, self._silent_s = config.fleet_name, config.run, config.fleet.silent_s
-        self._router, self._list_models = router, list_models
         self._static = _static_urls(config.fleet.replicas)
+        self._source = Mounted(run, config.run, config.fleet.mount)
         self._heartbeats = HeartbeatReader(bucket, self._name, self._silent_s)
-        self._run_end = RunEnd(bucket.child(config.run), self._silent_s)
+        self._policy, self._policy_due = RecordReader(run, layout.POLICY), float("-inf")
+        self._wanted: Wanted | None = None
+        self._run_end = RunEnd(run, self._silent_s)
         self._sightings: dict[str, Sighting] = {}
-        self._answered_at: dict[str, float] = {}
         self._unobserved = {"heartbeats", *self._static}
         self._stop = threading.Event()
+        self._stock: dict[str, StockServer] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._session: aiohttp.ClientSession | None = None
         self.run_over = asyncio.Event()
 
     def start(self) -> None:
         """Call on the event loop."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch_bucket, args=(loop,), name="proxy-bucket", daemon=True).start()
-        self._tasks = [loop.create_task(self._watch_server(id, url)) for id, url in self._static.items()]
+        if self._static:
+            self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+            self._stock = {id: self._server(self._session, id, url) for id, url in self._static.items()}
+        self._tasks = [loop.create_task(self._look_after(id, server)) for id, server in self._stock.items()]
 
     async def stop(self) -> None:
         self._stop.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
 
     def describe(self) -> dict[str, Any]:
         """The table as JSON, for people."""
@@ -68,16 +86,42 @@ class Fleet:
             "replicas": [self._describe(replica, now) for _, replica in sorted(self._router.replicas.items())],
         }
 
+    def _server(self, session: aiohttp.ClientSession, id: str, url: URL) -> StockServer:
+        headers, token = {"Accept-Encoding": "identity"}, read_token(TOKEN_VARIABLE)
+        if token and may_be_sent_token(url, self._config.fleet.allowed_hosts):
+            headers["Authorization"] = f"Bearer {token}"
+        client = EngineClient(session, str(url), headers=headers, priority=None)
+        return StockServer(id, url, self._config, self._source, client, self._router, lambda: self._wanted)
+
+    async def _look_after(self, id: str, server: StockServer) -> None:
+        await server.run(lambda: self._observed(id), STATIC_POLL_S)
+
     def _watch_bucket(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
-            sightings, over = self._heartbeats.poll(), self._run_end.over()
+            # The window after the heartbeats: then it holds all that these can name.
+            sightings, wanted, over = self._heartbeats.poll(), self._read_policy(), self._run_end.over()
             try:
-                loop.call_soon_threadsafe(self._apply, sightings, self._heartbeats.listed, over)
+                loop.call_soon_threadsafe(self._apply, sightings, wanted, self._heartbeats.listed, over)
             except RuntimeError:  # the loop has been closed
                 return
-            self._stop.wait(HEARTBEAT_POLL_S)
+            self._stop.wait(HEARTBEAT_POLL_S if self._is_local else _REMOTE_POLL_S)
 
-    def _apply(self, sightings: list[Sighting], listed: bool, over: bool) -> None:
+    def _read_policy(self) -> Wanted | None:
+        """The newest that is known. A bucket that fails is one that has nothing new."""
+        now = time.monotonic()
+        if now < self._policy_due:
+            return self._wanted
+        try:
+            record = self._policy.read()
+            if record is not None:
+                return Wanted.of(record)
+        except Exception as error:  # each kind of bucket raises its own errors
+            log.debug("%s cannot be read: %r", layout.POLICY, error)
+        if self._wanted is None:
+            self._policy_due = now + _ABSENT_POLL_S
+        return self._wanted
+
+    def _apply(self, sightings: list[Sighting], wanted: Wanted | None, listed: bool, over: bool) -> None:
         now = time.monotonic()
         seen = {sighting.heartbeat.id: sighting for sighting in sightings if sighting.heartbeat.id not in self._static}
         for id in self._sightings.keys() - seen.keys():
@@ -89,48 +133,31 @@ class Fleet:
                 log.info("fleet: replica %s is %s", id, sighting.state)
             ready = sighting.state == "ready"
             self._router.observe(id, beat.url, ready, beat.proved, now, beat.quarantined, beat.loaded)
-        self._sightings = seen
+        self._sightings, self._wanted = seen, wanted
+        if wanted is not None:
+            self._router.set_window(wanted.window)
         if listed:
             self._observed("heartbeats")
         if over:
             self.run_over.set()
-
-    async def _watch_server(self, id: str, url: URL) -> None:
-        """A server without an agent counts as having proved what it lists; it is live while it answers."""
-        names: list[str] = []
-        while True:
-            try:
-                names = await self._list_models(url)
-                self._answered_at[id] = time.monotonic()
-            except Exception as error:  # whatever it is, the server did not answer
-                log.debug("fleet: %s does not list its models: %s", id, type(error).__name__)
-            now = time.monotonic()
-            live = now - self._answered_at.get(id, float("-inf")) < self._silent_s
-            self._router.observe(id, url, live, names, now)
-            self._observed(id)
-            await asyncio.sleep(STATIC_POLL_S)
 
     def _observed(self, source: str) -> None:
         self._unobserved.discard(source)
         self._router.complete = not self._unobserved
 
     def _describe(self, replica: Replica, now: float) -> dict[str, Any]:
-        sighting = self._sightings.get(replica.id)
-        if sighting is not None:
+        sighting, server = self._sightings.get(replica.id), self._stock.get(replica.id)
+        source: dict[str, Any] = {}
+        if server is not None:
+            source = describe(server, now)
+        elif sighting is not None:
             beat = sighting.heartbeat
-            source: dict[str, Any] = {
+            source = {
                 "source": "heartbeat",
                 "state": sighting.state,
                 "heartbeat_age_s": round(now - sighting.changed_at, 3),
                 **beat.model_dump(include={"loaded", "engine", "engine_version", "dtype", "running", "waiting"}),
-                **beat.model_dump(include={"restarts", "error"}),
-            }
-        else:
-            answered = self._answered_at.get(replica.id)
-            source = {
-                "source": "static",
-                "state": "ready" if replica.ready else "silent",
-                "heartbeat_age_s": None if answered is None else round(now - answered, 3),
+                **beat.model_dump(include={"restarts", "error", "proofs", "proved_at", "refused_total"}),
             }
         return {
             "id": replica.id,
@@ -148,11 +175,15 @@ class Fleet:
 
 
 def _static_urls(urls: list[str]) -> dict[str, URL]:
+    """By id: host, port and path, in characters that a heartbeat's id may have."""
     found: dict[str, URL] = {}
     for i, text in enumerate(urls):
         try:
             url = replica_url(text)
         except ValueError as error:
             raise UsageError(f"fleet.replicas.{i}: {error}") from None
-        found[f"{url.raw_host}:{url.port}{url.raw_path.rstrip('/')}".replace("/", "_")] = url
+        id = re.sub(r"[^A-Za-z0-9._]+", "-", f"{url.raw_host}:{url.port}{url.raw_path}").strip("-._")[:128]
+        if found.get(id, url) != url:
+            raise UsageError(f"fleet.replicas.{i}: it cannot be told apart from {found[id]} by the name {id}")
+        found[id] = url
     return found

@@ -4,17 +4,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
-from aiohttp import web
 
 from grpo_jax.adapters.names import parse_policy
-from grpo_jax.proxy.answers import ReplicaFault, error_object, judge, parse_json
+from grpo_jax.proxy.answers import ReplicaFault, error_object, judge
+from grpo_jax.proxy.calls import Call, RequestError
+from grpo_jax.proxy.messages import Request, Response
 from grpo_jax.proxy.metrics import Metrics
-from grpo_jax.proxy.routing import LATEST, Lease, Route, Router
+from grpo_jax.proxy.routing import Lease, Route, Router
+from grpo_jax.proxy.table import LATEST
 from grpo_jax.proxy.upstream import Answer, Upstream
 
 log = logging.getLogger(__name__)
@@ -22,50 +19,6 @@ log = logging.getLogger(__name__)
 REPLICA_HEADER = "x-grpo-replica"
 _WAIT_S = 0.1  # between two looks for a replica while there is none
 _MAX_LOST = 3  # connections that one request may break: it may be what kills the servers
-_MAX_SAMPLES = 4096  # bounds what a nonsensical `n` counts for
-
-
-class RequestError(Exception):
-    """The client is told `status` and an OpenAI error object, and is counted under `outcome`."""
-
-    def __init__(self, status: int, message: str, code: str, outcome: str, param: str | None = None):
-        super().__init__(message)
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.status, self.outcome = status, outcome
-        self.body = error_object(message, kind, code, param)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A completion request as it came. `raw` is sent on unless the model's name has to be filled in."""
-
-    path: str
-    raw: bytes
-    fields: dict[str, Any]
-    model: str
-    samples: int
-    stream: bool
-
-    def body(self, policy: str) -> bytes:
-        if self.model == policy:
-            return self.raw
-        return json.dumps({**self.fields, "model": policy}, separators=(",", ":")).encode()
-
-
-def parse_call(path: str, raw: bytes) -> Call:
-    """RequestError(400) for what is no JSON object with a `model`."""
-    try:
-        fields = parse_json(raw)
-    except ValueError:
-        raise RequestError(400, "the body is not valid JSON", "invalid_json", "request_error") from None
-    if not isinstance(fields, dict):
-        raise RequestError(400, "the body must be a JSON object", "invalid_json", "request_error")
-    model = fields.get("model")
-    if not isinstance(model, str):
-        raise RequestError(400, "'model' must name a policy", "invalid_model", "request_error", "model")
-    n = fields.get("n")
-    samples = min(n, _MAX_SAMPLES) if type(n) is int and n > 0 else 1
-    return Call(path, raw, fields, model, samples, fields.get("stream") is True)
 
 
 class Forwarder:
@@ -78,14 +31,17 @@ class Forwarder:
     def __init__(self, run: str, router: Router, upstream: Upstream, metrics: Metrics):
         self._run, self._router, self._upstream, self._metrics = run, router, upstream, metrics
 
-    async def forward(self, request: web.Request, call: Call, retry_s: float) -> tuple[web.StreamResponse, str]:
-        """The answer and its outcome (a key of the metrics); RequestError when there is none."""
+    async def forward(self, request: Request, call: Call, retry_s: float) -> tuple[Response | None, str]:
+        """The answer (None: it was streamed) and its outcome, a key of the metrics; RequestError if there is none."""
         self._check_model(call.model)
+        named = call.named
+        if named is not None:
+            self._router.claim(named, call.samples)
         give_up_at: float | None = None
         cause: str | None = None
         lost = 0
         while True:
-            route = self._router.choose(call.model, time.monotonic())
+            route = self._router.choose(call.model, time.monotonic(), call.chain, named)
             if route is not None:
                 try:
                     return await self._attempt(request, call, route)
@@ -94,6 +50,7 @@ class Forwarder:
                         give_up_at = None  # waiting for the first replica was no failure
                     cause = f"replica {route.replica.id} {fault}"
                     lost += fault.lost
+                    named = None
             now = time.monotonic()
             give_up_at = now + retry_s if give_up_at is None else give_up_at
             if lost >= _MAX_LOST:
@@ -107,76 +64,75 @@ class Forwarder:
             else:
                 self._metrics.retries += 1
 
+    def strike_stalled(self) -> None:
+        """Looks for replicas that swallow requests, once; what one has held for very long is tried elsewhere."""
+        struck, given_up = self._router.strike_stalled(time.monotonic())
+        for replica in struck:
+            self._metrics.strikes += 1
+            log.warning("replica %s %s while others have", replica.id, replica.last_error)
+        for replica in given_up:
+            self._upstream.abandon(replica.url, replica.last_error or "has stalled")
+
     def _check_model(self, model: str) -> None:
-        if model == LATEST:
+        if model == LATEST or self._router.named_lately(model):
             return
         try:
             policy = parse_policy(model)
         except ValueError:
             policy = None
-        if policy is None or policy.run != self._run or policy.version is None or not self._router.knows(model):
+        if policy is None or policy.run != self._run or policy.version is None or self._router.complete:
             message = f"run {self._run} has no policy {model[:200]!r} in its fleet; ask for 'latest' or see /v1/models"
             raise RequestError(404, message, "model_not_found", "not_found", "model")
 
-    async def _attempt(self, request: web.Request, call: Call, route: Route) -> tuple[web.StreamResponse, str]:
+    async def _attempt(self, request: Request, call: Call, route: Route) -> tuple[Response | None, str]:
         """ReplicaFault, and a strike, when the replica does not do its work before the client has received anything."""
-        with self._lease(route, call.samples) as lease:
-            async with self._upstream.post(route.replica.url, call.path, call.body(route.policy)) as answer:
+        replica, policy = route
+        lease = self._router.begin(route, call.samples, time.monotonic(), call.chain)
+        try:
+            answer = await self._upstream.post(replica.url, call.path, call.body(policy), whole=not call.stream)
+            try:
                 if call.stream and answer.status == 200:
                     return await self._stream(request, answer, lease)
                 body = await answer.body()
-            good = judge(answer.status, body, route.policy)
+            finally:
+                answer.close()
+            good = judge(answer.status, body, policy)
             if good:
                 self._succeeded(lease)
-            response = web.Response(
-                status=answer.status,
-                body=body,
-                content_type="application/json",
-                headers={REPLICA_HEADER: route.replica.id},
-            )
-            return response, "ok" if good else "request_error"
-
-    async def _stream(self, request: web.Request, answer: Answer, lease: Lease) -> tuple[web.StreamResponse, str]:
-        """Passes a stream on. Once it has begun a failure cannot be retried: it becomes the stream's last event."""
-        head = await answer.first_event(lease.policy)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-cache",
-                REPLICA_HEADER: lease.replica.id,
-            }
-        )
-        await response.prepare(request)
-        await response.write(head)
-        outcome = "ok"
-        try:
-            while chunk := await answer.chunk():
-                await response.write(chunk)
-            self._succeeded(lease)
-        except ReplicaFault as fault:
-            outcome = "unavailable"
-            self._strike(lease, fault)
-            message = f"replica {lease.replica.id} {fault}"
-            event = json.dumps(error_object(message, "server_error", "replica_failed"))
-            await response.write(f"\n\ndata: {event}\n\n".encode())
-        await response.write_eof()
-        return response, outcome
-
-    @contextmanager
-    def _lease(self, route: Route, samples: int) -> Iterator[Lease]:
-        lease = self._router.begin(route, samples, time.monotonic())
-        try:
-            yield lease
+            else:
+                self._router.progressed(lease, time.monotonic())
         except ReplicaFault as fault:
             self._strike(lease, fault)
             raise
         finally:
             self._router.end(lease)
+        headers = {"Content-Type": "application/json", REPLICA_HEADER: replica.id}
+        return Response(answer.status, body, headers), "ok" if good else "request_error"
+
+    async def _stream(self, request: Request, answer: Answer, lease: Lease) -> tuple[Response | None, str]:
+        """Passes a stream on. Once it has begun a failure cannot be retried: it becomes the stream's last event."""
+        head, client = await answer.first_event(lease.policy), request.connection
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", REPLICA_HEADER: lease.replica.id}
+        client.begin_stream(headers)
+        await client.write(head)
+        outcome = "ok"
+        try:
+            while chunk := await answer.chunk():
+                self._router.progressed(lease, time.monotonic())
+                await client.write(chunk)
+            self._succeeded(lease)
+        except ReplicaFault as fault:
+            outcome = "unavailable"
+            self._strike(lease, fault)
+            event = json.dumps(error_object(f"replica {lease.replica.id} {fault}", "server_error", "replica_failed"))
+            await client.write(f"\n\ndata: {event}\n\n".encode())
+        client.end_stream()
+        return None, outcome
 
     def _succeeded(self, lease: Lease) -> None:
         if lease.replica.health.count:
             log.info("replica %s answers again", lease.replica.id)
-        self._router.succeeded(lease)
+        self._router.succeeded(lease, time.monotonic())
 
     def _strike(self, lease: Lease, fault: ReplicaFault) -> None:
         self._metrics.strikes += 1

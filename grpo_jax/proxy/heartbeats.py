@@ -36,6 +36,9 @@ class Heartbeat(BaseModel):
     waiting: int = 0
     restarts: int = 0
     error: str | None = None
+    proofs: int = 0
+    proved_at: dict[str, float] = {}
+    refused_total: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,38 @@
 """One request to one replica: time limits, the token, no redirects, and every failure of transport is a fault."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import Sequence
 
-import aiohttp
 from yarl import URL
 
 from grpo_jax.proxy.addresses import may_be_sent_token
 from grpo_jax.proxy.answers import ReplicaFault, check_completion, parse_json
+from grpo_jax.proxy.http1 import Connection, Lost
+from grpo_jax.proxy.parsing import BadHttp
+from grpo_jax.proxy.pool import Pool
 
-TOKEN_VARIABLE = "GRPO_JAX_TOKEN"
-
-_CONNECT_TIMEOUT_S = 5.0
-_MODELS_TIMEOUT_S = 5.0
-# Below uvicorn's 5 s: a request on a connection that the server is just closing would look like a fault of the replica.
-_KEEPALIVE_S = 3.0
 _MAX_FIRST_EVENT = 4 * 2**20  # bytes
-
-_TRANSPORT_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
+_FAILURES = (OSError, BadHttp, Lost, ReplicaFault)
 
 
 class Answer:
-    """A replica's answer whose head has arrived. Its methods raise ReplicaFault when the rest does not."""
+    """A replica's answer whose head has arrived. Its methods raise ReplicaFault when the rest does not. Close it."""
 
-    def __init__(self, response: aiohttp.ClientResponse):
-        self._response = response
-        self.status = response.status
+    def __init__(self, pool: Pool, connection: Connection):
+        self._pool, self._connection = pool, connection
+        self.status = connection.status
 
     async def body(self) -> bytes:
         try:
-            return await self._response.read()
-        except _TRANSPORT_ERRORS as error:
+            return await self._connection.read()
+        except _FAILURES as error:
             raise _fault(error) from None
 
     async def chunk(self) -> bytes:
         """The next bytes of a stream, b"" at its end."""
         try:
-            return await self._response.content.readany()
-        except _TRANSPORT_ERRORS as error:
+            return await self._connection.read_some()
+        except _FAILURES as error:
             raise _fault(error) from None
 
     async def first_event(self, policy: str) -> bytes:
@@ -54,58 +49,79 @@ class Answer:
                     return head
         raise ReplicaFault("answered 200 without an event stream")
 
+    def close(self) -> None:
+        """Also ends the request if the answer has not been read to its end."""
+        self._pool.give_back(self._connection)
+
 
 class Upstream:
     """The HTTP client towards all replicas. Create and close it on the event loop."""
 
     def __init__(self, request_timeout_s: float, token: str | None, allowed_hosts: Sequence[str]):
         self._token, self._allowed_hosts = token, tuple(allowed_hosts)
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s, connect=_CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._timeout_s = request_timeout_s
+        self._tls = ssl.create_default_context()
+        self._pools: dict[URL, Pool] = {}
+        self._heads: dict[tuple[URL, str], bytes] = {}
 
     async def close(self) -> None:
-        await self._session.close()
+        for pool in self._pools.values():
+            pool.fail("was left: the proxy stops")
+            pool.close_idle(0.0)
 
-    @asynccontextmanager
-    async def post(self, url: URL, path: str, body: bytes) -> AsyncIterator[Answer]:
-        """POSTs JSON to `path` below `url`; ReplicaFault if no answer begins. Leaving early closes the connection."""
-        headers = {"Content-Type": "application/json", **self._headers(url)}
+    async def post(self, url: URL, path: str, body: bytes, whole: bool = True) -> Answer:
+        """POSTs JSON to `path` below `url`; ReplicaFault if no answer comes, all of it if `whole`, else its head."""
+        head = self._heads.get((url, path))
+        if head is None:
+            head = self._heads[url, path] = self._head("POST", url, path) + b"Content-Type: application/json\r\n"
+        request = b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
+        return await self._ask(url, request, whole)
+
+    def abandon(self, url: URL, why: str) -> None:
+        """Ends all requests to the server at `url` with ReplicaFault(why)."""
+        pool = self._pools.get(url)
+        if pool is not None:
+            pool.fail(why)
+
+    def tidy(self) -> None:
+        """Ends what is late, closes what has been idle for long, forgets servers that are talked to no more.
+
+        Call it about once a second: time limits are that precise.
+        """
+        for url, pool in list(self._pools.items()):
+            pool.end_late()
+            pool.close_idle()
+            if pool.empty:
+                del self._pools[url]
+                self._heads = {key: head for key, head in self._heads.items() if key[0] != url}
+
+    async def _ask(self, url: URL, request: bytes, whole: bool) -> Answer:
+        pool = self._pools.get(url)
+        if pool is None:
+            pool = self._pools[url] = Pool(url, self._tls)
         try:
-            response = await self._session.post(
-                _join(url, path), data=body, headers=headers, allow_redirects=False, timeout=self._timeout
-            )
-        except _TRANSPORT_ERRORS as error:
-            raise _fault(error) from None
-        async with response:
-            yield Answer(response)
-
-    async def models(self, url: URL) -> list[str]:
-        """The names in the server's `/v1/models`; ReplicaFault if it does not answer with a list of models."""
-        timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
-        target = _join(url, "/v1/models")
+            connection = await pool.take(self._timeout_s)
+        except (OSError, UnicodeError) as error:
+            raise _unreachable(error) from None
         try:
-            async with self._session.get(
-                target, headers=self._headers(url), allow_redirects=False, timeout=timeout
-            ) as response:
-                payload = parse_json(await response.read()) if response.status == 200 else None
-            return [str(model["id"]) for model in payload["data"]]  # type: ignore[index]
-        except _TRANSPORT_ERRORS as error:
-            raise _fault(error) from None
-        except (ValueError, TypeError, KeyError):
-            raise ReplicaFault(f"answered {response.status} without a list of models") from None
+            await connection.request(request, whole)
+        except BaseException as error:
+            pool.give_back(connection)
+            if isinstance(error, _FAILURES):
+                raise _fault(error) from None
+            raise
+        return Answer(pool, connection)
 
-    def _headers(self, url: URL) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity"}
+    def _head(self, method: str, url: URL, path: str) -> bytes:
+        lines = [
+            f"{method} {url.raw_path.rstrip('/')}{path} HTTP/1.1",
+            f"Host: {url.raw_authority}",
+            "Accept-Encoding: identity",
+            "User-Agent: grpo-jax",
+        ]
         if self._token and may_be_sent_token(url, self._allowed_hosts):
-            headers["Authorization"] = f"Bearer {self._token}"
-        return headers
-
-
-def _join(url: URL, path: str) -> URL:
-    return url.with_path(url.raw_path.rstrip("/") + path, encoded=True)
+            lines.append(f"Authorization: Bearer {self._token}")
+        return "".join(f"{line}\r\n" for line in lines).encode("ascii")
 
 
 def _parse_event(data: bytes) -> object:
@@ -115,11 +131,19 @@ def _parse_event(data: bytes) -> object:
         raise ReplicaFault("answered 200 with a stream that is not JSON") from None
 
 
+def _unreachable(error: OSError | UnicodeError) -> ReplicaFault:
+    """Named by the system's words only; nothing has been sent."""
+    if isinstance(error, TimeoutError):
+        return ReplicaFault("could not be connected to in time")
+    detail = getattr(error, "strerror", None) or type(error).__name__
+    return ReplicaFault(f"could not be connected to ({detail})")
+
+
 def _fault(error: Exception) -> ReplicaFault:
-    """Named by its class and the system's words only: texts of protocol errors quote what was received."""
-    system = getattr(error, "os_error", error)
-    detail = getattr(system, "strerror", None)
-    before_sending = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    lost = not before_sending and not isinstance(error, TimeoutError)
-    kind = "did not answer in time" if isinstance(error, TimeoutError) else f"failed with {type(error).__name__}"
-    return ReplicaFault(f"{kind} ({detail})" if detail else kind, lost=lost)
+    if isinstance(error, ReplicaFault):
+        return error
+    if isinstance(error, TimeoutError):
+        return ReplicaFault("did not answer in time")
+    if isinstance(error, BadHttp):
+        return ReplicaFault(f"answered with {error}")
+    return ReplicaFault("lost the connection", lost=True)

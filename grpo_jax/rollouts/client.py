@@ -5,13 +5,14 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from grpo_jax.adapters.names import parse_policy
 from grpo_jax.config.schema import Rollouts, Sampling
+from grpo_jax.proxy.tokens import CLIENT_TOKEN_VARIABLE, read_token
 from grpo_jax.rollouts.answers import Answer, BadAnswer, read_answer
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _CONNECT_TIMEOUT_S = 10.0
 _PROXY_RETRY_S = 30.0
 _LONGEST_WAIT_S = 5.0
 _NO_FAULT_OF_THE_REQUEST = frozenset({408, 429})
+_MAX_ANSWER = 256 * 2**20  # bytes
+_REPLICA_HEADER = "x-grpo-replica"
 
 
 class RequestError(Exception):
@@ -45,11 +48,17 @@ class _Fault(Exception):
 
 
 class Client:
-    """An async context manager around one HTTP session with the proxy of run `run`."""
+    """An async context manager around one HTTP session with the proxy of run `run`.
+
+    Sends GRPO_JAX_CLIENT_TOKEN, where that is set, to the proxy and to nobody else.
+    """
 
     def __init__(self, proxy_url: str, run: str, config: Rollouts):
         self._url, self._run, self._config = proxy_url.rstrip("/"), run, config
+        token = read_token(CLIENT_TOKEN_VARIABLE)
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._unreachable = False
+        self._named: tuple[str, str] | None = None  # the policy that was asked for last, and where it was found
 
     async def __aenter__(self) -> "Client":
         # How many requests are in flight is decided by admission, so the connector must not have a limit of its own.
@@ -63,7 +72,7 @@ class Client:
         """(name, version) of the newest policy that can be had now; waits, without end, until there is one."""
         for wait_s in _waits():
             try:
-                body, _ = await self._attempt("GET", "/v1/policy", _POLICY_TIMEOUT_S)
+                body, replica = await self._attempt("GET", "/v1/policy", _POLICY_TIMEOUT_S)
                 found = self._policy_in(body)
             except (_Fault, RequestError) as error:
                 if not self._unreachable:
@@ -74,6 +83,7 @@ class Client:
             if self._unreachable:
                 self._unreachable = False
                 log.info("%s is served", found[0])
+            self._named = found[0], replica
             return found
         raise AssertionError("the waits have no end")
 
@@ -83,6 +93,7 @@ class Client:
         Raises:
           PolicyGone, RequestRefused: at once. RequestFailed: `rollouts.retry_deadline_s` after the first failure.
         """
+        named = self._take_named(policy)
         request = {
             "model": policy,
             "prompt": list(prompt_tokens),
@@ -100,9 +111,11 @@ class Client:
         deadline = None
         for wait_s in _waits():
             try:
-                body, replica = await self._attempt("POST", "/v1/completions", timeout_s, request, proxy_retry_s)
+                headers = {"x-grpo-deadline-s": f"{proxy_retry_s:g}", **named}
+                body, replica = await self._attempt("POST", "/v1/completions", timeout_s, request, headers)
                 return read_answer(body, policy=policy, replica=replica, n=n, max_tokens=sampling.max_tokens)
             except (_Fault, BadAnswer) as error:
+                named = {}
                 deadline = deadline or time.monotonic() + self._config.retry_deadline_s
                 if time.monotonic() + wait_s > deadline:
                     raise RequestFailed(
@@ -113,7 +126,7 @@ class Client:
         raise AssertionError("the waits have no end")
 
     async def _attempt(
-        self, method: str, path: str, timeout_s: float, body: Any = None, proxy_retry_s: float | None = None
+        self, method: str, path: str, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[Any, str]:
         """(JSON body of a 200, replica id)."""
         try:
@@ -121,12 +134,12 @@ class Client:
                 method,
                 self._url + path,
                 json=body,
-                headers={} if proxy_retry_s is None else {"x-grpo-deadline-s": f"{proxy_retry_s:g}"},
+                headers={**self._headers, **(headers or {})},
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
             ) as response:
-                content = await response.read()
-                status, replica = response.status, response.headers.get("x-grpo-replica", "unknown")
+                content = await _read(response)
+                status, replica = response.status, response.headers.get(_REPLICA_HEADER, "unknown")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _Fault(f"{error!r:.300}") from None
         try:
@@ -142,6 +155,15 @@ class Client:
             raise PolicyGone(reason)
         raise RequestRefused(f"HTTP {status}: {reason}")
 
+    def _take_named(self, policy: str) -> dict[str, str]:
+        """Headers that send a group where its policy was found: a replica that loads late keeps its share.
+
+        For the first request after the policy has been asked for only; where that replica has fallen behind, the proxy
+        takes another.
+        """
+        named, self._named = self._named, None
+        return {_REPLICA_HEADER: named[1]} if named is not None and named[0] == policy else {}
+
     def _policy_in(self, body: Any) -> tuple[str, int]:
         try:
             name = parse_policy(body["policy"])
@@ -150,6 +172,17 @@ class Client:
         if name.version is None or name.run != self._run:
             raise _Fault(f"/v1/policy names {name}, which is no policy of run {self._run}")
         return str(name), name.version
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body; _Fault for one that is larger than any answer has reason to be."""
+    pieces, size = [], 0
+    async for piece in response.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_ANSWER:
+            raise _Fault(f"an answer of more than {_MAX_ANSWER >> 20} MiB")
+    return b"".join(pieces)
 
 
 def _openai_error(body: Any) -> str | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.observability.logs import configure_logging, mask_secrets
+from grpo_jax.proxy.tokens import CLIENT_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 log = logging.getLogger("tests.logs")
 
@@ -49,7 +50,8 @@ def test_a_display_that_redirects_stderr_gets_the_lines(monkeypatch: pytest.Monk
 def test_secrets_are_masked_in_messages_arguments_and_tracebacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRPO_JAX_TOKEN", "hf_correcthorse")
+    monkeypatch.setenv(TOKEN_VARIABLE, "hf_correcthorse")
+    monkeypatch.setenv(CLIENT_TOKEN_VARIABLE, "open-sesame")
     monkeypatch.setenv("aws_secret_access", "battery/staple")
     monkeypatch.setenv("MY_PASSWORD_FILE", "hf_correcthorse-and-more")
     configure_logging("worker", tmp_path / "log")
@@ -62,10 +64,12 @@ def test_secrets_are_masked_in_messages_arguments_and_tracebacks(
     except RuntimeError:
         log.exception("asking with %s", "battery/staple")
     log.info("hf_correcthorse-and-more")
+    log.info("asked with Bearer %s", "open-sesame")
     text = (tmp_path / "log").read_text()
     assert "401 for Bearer ***" in text
     assert "asking with ***" in text
-    for secret in ("hf_correcthorse", "battery", "and-more"):
+    assert "asked with Bearer ***" in text
+    for secret in ("hf_correcthorse", "battery", "and-more", "sesame"):
         assert secret not in text
 
 

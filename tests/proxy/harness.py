@@ -44,6 +44,15 @@ def make_config(bucket: str | Path, **sections: Any) -> Config:
     return Config.model_validate(raw)
 
 
+def cut(data: bytes, sizes: list[int]) -> list[bytes]:
+    """`data` in pieces of `sizes`, and what is left; none is empty."""
+    pieces = []
+    for size in [*sizes, len(data)]:
+        pieces.append(data[:size])
+        data = data[size:]
+    return [piece for piece in pieces if piece]
+
+
 async def eventually(condition: Callable[[], Any], what: str, within_s: float = 60.0) -> None:
     """Waits until `condition()` (a value or a coroutine) is true."""
     end = time.monotonic() + within_s

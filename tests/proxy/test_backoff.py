@@ -38,8 +38,11 @@ def test_after_the_pause_one_goes_ahead_and_the_others_wait_for_it() -> None:
     now = backoff.until
     backoff.begin(now)
     assert backoff.blocked(now + 0.9 * TRIAL_S)
-    # It is still at work after that: a long completion must not hold the rest back any longer.
+    # It is still at work after that: a long completion does not hold back the rest, but until it ends they go singly.
     assert not backoff.blocked(now + TRIAL_S)
+    backoff.begin(now + TRIAL_S)
+    assert backoff.blocked(now + 1.9 * TRIAL_S)
+    backoff.reset()
     backoff.begin(now + TRIAL_S)
     assert not backoff.blocked(now + TRIAL_S)
 

@@ -15,7 +15,7 @@ from grpo_jax.proxy.heartbeats import HeartbeatReader
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordWriter, seal
-from tests.proxy.harness import FLEET, PROBE, V0, V1, Harness, eventually, make_config, run_async
+from tests.proxy.harness import FLEET, PROBE, V0, V1, V2, Harness, eventually, make_config, run_async
 from tests.proxy.replica import FakeAgent, FakeReplica, answer_always, openai_error
 
 KEY = layout.replica(FLEET, "a")
@@ -127,9 +127,9 @@ class _Outage(Bucket):
         self._check()
         return super().list(prefix)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         self._check()
-        return super().read(key)
+        return super().read(key, max_bytes)
 
     def _check(self) -> None:
         if self.down:
@@ -254,7 +254,7 @@ async def test_neither_a_hanging_nor_a_failing_bucket_holds_up_requests(
                 release.wait(60)
             raise RuntimeError("the store is down")
 
-        def failing_read(self: Bucket, key: str) -> bytes:
+        def failing_read(self: Bucket, key: str, max_bytes: int | None = None) -> bytes:
             raise RuntimeError("the store is down")
 
         monkeypatch.setattr(Bucket, "read", failing_read)
@@ -270,20 +270,48 @@ async def test_neither_a_hanging_nor_a_failing_bucket_holds_up_requests(
 
 
 @run_async
-async def test_servers_without_an_agent_serve_what_they_list(tmp_path: Path) -> None:
+async def test_what_a_server_without_an_agent_lists_is_not_believed(tmp_path: Path) -> None:
     server = FakeReplica("static", models=["smollm2", V0, V1, PROBE])
     await server.start()
     async with Harness(tmp_path, fleet={"replicas": [server.url + "/v1"], "silent_s": 0.5}) as h:
-        await eventually(lambda: h.proxy.router.policies() == {V1: 1, V0: 0}, "the server's policies are known")
-        status, payload, headers = await h.complete("latest")
-        assert (status, payload["model"]) == (200, V1)
-        assert server.requests[0][0] == "/v1/completions"
-        assert headers["x-grpo-replica"] == server.url.removeprefix("http://")
-        server.models = [V0]
-        await eventually(lambda: h.proxy.router.policies() == {V0: 0}, "a policy is gone")
-        assert (await h.get("/fleet"))[1]["replicas"][0]["source"] == "static"
+        id = server.url.removeprefix("http://").replace(":", "-")
+        await eventually(lambda: h.is_ready(id), "the server is looked at")
+        RecordWriter(h.bucket, f"r/{layout.POLICY}", 1).write({"probe": PROBE, "current": V1, "window": [V1, V0]})
+        await eventually(lambda: set(h.proxy.router.replicas[id].quarantined) >= {V1, V0}, "nothing vouches for them")
+        assert h.proxy.router.policies() == {}
+        status, payload, _ = await h.complete(V1, deadline_s=0)
+        assert (status, server.requests) == (503, [])
+        assert "does not exist" in payload["error"]["message"]
+        (row,) = (await h.get("/fleet"))[1]["replicas"]
+        assert (row["source"], row["loaded"], row["proved"]) == ("static", [PROBE, V0, V1], [])
         await server.stop()
         await eventually(lambda: h.proxy.router.ready_count() == 0, "the server is silent")
+
+
+@run_async
+async def test_the_window_of_the_run_is_told_to_the_router(tmp_path: Path) -> None:
+    """A run that went back to an older step has a newest policy of a lower version than others that are proved."""
+    async with Harness(tmp_path) as h:
+        await h.add(FakeReplica("a"), V0, V1, V2)
+        assert (await h.complete("latest"))[1]["model"] == V2
+        writer = RecordWriter(h.bucket, f"r/{layout.POLICY}", 1)
+        writer.write({"run": "r", "probe": PROBE, "current": V1, "window": [V1, V0]})
+        await eventually(lambda: h.proxy.router.replicas["a"].newest == V1, "the window is known")
+        h.bucket.replace(f"r/{layout.POLICY}", b"torn")
+        writer.write({"run": "r"})
+        await asyncio.sleep(0.1)
+        assert (await h.complete("latest"))[1]["model"] == V1
+
+
+@pytest.mark.parametrize("urls", [["http://h:80/a/b", "http://h:80/a-b"], ["http://h:80/a/b", "http://h:80/a/b/"]])
+@run_async
+async def test_two_addresses_of_one_name_are_told_apart_or_are_one(tmp_path: Path, urls: list[str]) -> None:
+    config = make_config(tmp_path, fleet={"replicas": urls})
+    if urls[1].endswith("/"):
+        await build_runner(config)[1].upstream.close()
+        return
+    with pytest.raises(UsageError, match=r"fleet\.replicas\.1: .* cannot be told apart"):
+        build_runner(config)
 
 
 @pytest.mark.parametrize("url", ["10.0.0.1:8000", "https://user:hunter2@host", "ftp://host"])

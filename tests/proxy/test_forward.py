@@ -7,7 +7,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
+from grpo_jax.proxy.metrics import MAX_REPLICAS, Metrics
+from grpo_jax.proxy.routing import Router
+from grpo_jax.proxy.usage import MAX_POLICIES
+from grpo_jax.storage.bucket import Bucket
 from tests.proxy.harness import OTHER_RUN, PROBE, V0, V1, V2, Harness, eventually, run_async
 from tests.proxy.replica import Answer, FakeReplica, answer_always, answer_well, completion, openai_error
 
@@ -52,7 +57,7 @@ async def test_the_least_loaded_replica_is_chosen(tmp_path: Path) -> None:
         a, b = await h.add(FakeReplica("a", hold), V0), await h.add(FakeReplica("b", hold), V0)
         big = asyncio.create_task(h.complete(V0, n=8))
         await eventually(lambda: a.requests or b.requests, "the big request arrives")
-        small = [asyncio.create_task(h.complete(V0, n=2)) for _ in range(4)]
+        small = [asyncio.create_task(h.complete(V0, n=2, prompt=[i])) for i in range(4)]
         await eventually(lambda: len(a.requests) + len(b.requests) == 5, "all arrive")
         assert sorted([len(a.requests), len(b.requests)]) == [1, 4]
         release.set()
@@ -255,6 +260,23 @@ async def test_names_that_the_fleet_does_not_hold_are_not_found(tmp_path: Path) 
 
 
 @run_async
+async def test_no_policy_is_called_unknown_before_the_fleet_has_been_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(self: Bucket, prefix: str = "") -> list[str]:
+        raise RuntimeError("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "list", down)
+        async with Harness(tmp_path) as h:
+            assert (await h.complete(V0, deadline_s=0))[0] == 503
+            assert (await h.complete("smollm2", deadline_s=0))[0] == 404
+    async with Harness(tmp_path) as h:
+        await eventually(lambda: h.proxy.router.complete, "the fleet has been looked at")
+        assert (await h.complete(V0, deadline_s=0))[0] == 404
+
+
+@run_async
 async def test_a_known_policy_without_a_replica_is_waited_for(tmp_path: Path) -> None:
     async with Harness(tmp_path) as h:
         await h.add(FakeReplica("a"), V0, loaded=[V1], quarantined={V2: "the canary differs"})
@@ -342,6 +364,46 @@ async def test_metrics_count_what_happened(tmp_path: Path) -> None:
         assert (values[prefix + "retries_total"], values[prefix + "strikes_total"]) == ("1", "1")
         assert (values[prefix + "in_flight"], values[prefix + "replicas_ready"]) == ("0", "2")
         assert await h.get("/health") == (200, {"status": "ok", "replicas_ready": 2})
+
+
+@run_async
+async def test_metrics_of_replicas_policies_and_prefixes(tmp_path: Path) -> None:
+    async with Harness(tmp_path) as h:
+        await h.add(FakeReplica("a"), V0, V1)
+        await h.add(FakeReplica("b"), V1, quarantined={V0: "the canary differs"})
+        for _ in range(3):
+            await h.complete(V0, n=4)
+        async with h.session.get(f"{h.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        expected = {
+            'replica_ready{replica="a"}': 1, 'replica_requests_total{replica="a"}': 3, 'replica_proved{replica="a"}': 2,
+            'replica_samples_total{replica="a"}': 12, 'replica_samples_total{replica="b"}': 0,
+            'replica_quarantined{replica="b"}': 1, 'replica_strikes_total{replica="a"}': 0,
+            f'policy_replicas{{policy="{V1}"}}': 2, f'policy_replicas{{policy="{V0}"}}': 1,
+            f'policy_samples_total{{policy="{V0}"}}': 12, f'policy_affinity_hits_total{{policy="{V0}"}}': 11,
+            f'policy_affinity_possible_total{{policy="{V0}"}}': 11, "samples_total": 12, "affinity_hits_total": 11,
+            'request_seconds_bucket{le="+Inf"}': 3,
+        }  # fmt: skip
+        assert {key: int(values["grpo_jax_proxy_" + key]) for key in expected} == expected
+        # As the text format demands: one TYPE for each family, and no series twice.
+        families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+        assert len(set(families)) == len(families)
+        assert len(values) == sum(not line.startswith("#") for line in lines)
+
+
+def test_the_number_of_series_is_bounded_and_labels_are_escaped() -> None:
+    router = Router("r", memory_s=60.0)
+    for i in range(2 * MAX_REPLICAS):
+        router.observe(f'x"\\\n{i}', URL("http://a:1"), True, [f"r.v{i:06d}.aaaaaaaa"], 0.0)
+    for i in range(200):
+        router.usage.add(f"r.v{i:06d}.aaaaaaaa", 1, False, False)
+    lines = Metrics().text(router).splitlines()
+    assert sum("replica_in_flight{" in line for line in lines) == MAX_REPLICAS
+    assert sum("policy_samples_total{" in line for line in lines) == MAX_POLICIES
+    assert sum("policy_replicas{" in line for line in lines) == MAX_POLICIES
+    assert r'{replica="x\"\\\n0"}' in "\n".join(lines)
+    assert "grpo_jax_proxy_samples_total 200" in lines
 
 
 @run_async

@@ -40,7 +40,7 @@ sys.exit(run_proxy(parse_config(json.loads(sys.argv[1]), "test"), "127.0.0.1", i
 """
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -60,8 +60,10 @@ class _Process:
 
 
 @asynccontextmanager
-async def _proxy(folder: Path, env: dict[str, str] | None = None, **sections: Any) -> AsyncIterator[_Process]:
-    config, port, log = make_config(folder / "bucket", **sections), _free_port(), folder / "log"
+async def started_proxy(
+    folder: Path, env: dict[str, str] | None = None, port: int | None = None, **sections: Any
+) -> AsyncIterator[_Process]:
+    config, port, log = make_config(folder / "bucket", **sections), port or free_port(), folder / "log"
     with log.open("w") as file:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _MAIN, config.model_dump_json(), str(port),
@@ -81,7 +83,7 @@ async def _proxy(folder: Path, env: dict[str, str] | None = None, **sections: An
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @run_async
 async def test_a_signal_ends_it_as_resumable(tmp_path: Path, number: signal.Signals) -> None:
-    async with _proxy(tmp_path) as proxy:
+    async with started_proxy(tmp_path) as proxy:
         proxy.process.send_signal(number)
         assert await asyncio.wait_for(proxy.process.wait(), 120) == EXIT_RESUMABLE
         assert "Traceback" not in proxy.log.read_text()
@@ -102,7 +104,7 @@ async def test_it_ends_with_the_run_after_the_requests_in_flight(tmp_path: Path)
     await replica.start()
     agent = FakeAgent(bucket, FLEET, "a", replica.url, proved=[V0])
     try:
-        async with _proxy(tmp_path) as proxy, aiohttp.ClientSession() as session:
+        async with started_proxy(tmp_path) as proxy, aiohttp.ClientSession() as session:
             post = session.post(proxy.url + "/v1/completions", json={"model": V0, "prompt": [1]})
             request = asyncio.ensure_future(post)
             await eventually(lambda: replica.requests, "the request arrives")
@@ -203,7 +205,7 @@ async def test_the_token_goes_to_listed_https_hosts_only_and_never_to_the_log(tm
     env = {"GRPO_JAX_TOKEN": "sesame", "SSL_CERT_FILE": str(cert_file)}
     try:
         async with (
-            _proxy(tmp_path, env, fleet={"allowed_hosts": ["local*"]}) as proxy,
+            started_proxy(tmp_path, env, fleet={"allowed_hosts": ["local*"]}) as proxy,
             aiohttp.ClientSession() as client,
         ):
             for model in (V0, V1, v2):

@@ -248,3 +248,64 @@ def test_no_other_name_is_taken_for_a_policy_of_this_run(reply: Reply) -> None:
         assert await waiting == (V1, 1)
 
     with_proxy(test)
+
+
+def test_a_group_is_sent_where_its_policy_was_found() -> None:
+    async def test(proxy: ScriptedProxy, client: Client) -> None:
+        def sent() -> list[str | None]:
+            return [headers.get("x-grpo-replica") for headers in proxy.headers]
+
+        await ask(client)
+        await client.current_policy()
+        proxy.script = replies((503, error()))
+        await ask(client)  # and tried again, wherever that may be
+        await ask(client)
+        assert sent() == [None, "r7", None, None]
+        await client.current_policy()
+        with pytest.raises(PolicyGone):
+            await client.sample(policy_name(5), [1], 1, 1, Sampling(max_tokens=5))  # an older policy, of an evaluation
+        assert sent()[4:] == [None]
+
+    with_proxy(test)
+
+
+@pytest.mark.parametrize("token", ["open-sesame", None])
+def test_the_client_token_goes_along_with_every_request(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    monkeypatch.delenv("GRPO_JAX_CLIENT_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("GRPO_JAX_CLIENT_TOKEN", token)
+
+    async def test(proxy: ScriptedProxy, client: Client) -> None:
+        await client.current_policy()
+        await ask(client)
+        expected = None if token is None else f"Bearer {token}"
+        assert [h.get("Authorization") for h in (*proxy.policy_headers, *proxy.headers)] == [expected, expected]
+
+    with_proxy(test)
+
+
+def test_the_client_token_is_in_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("GRPO_JAX_CLIENT_TOKEN", "open-sesame")
+    caplog.set_level("DEBUG")
+
+    async def test(proxy: ScriptedProxy, client: Client) -> None:
+        proxy.script = replies((401, error("who are you")))
+        with pytest.raises(RequestRefused) as refused:
+            await ask(client)
+        await proxy.stop()
+        with pytest.raises(RequestFailed) as failed:
+            await ask(client)
+        assert "open-sesame" not in f"{refused.value!r} {failed.value!r} {caplog.text}"
+
+    with_proxy(test, retry_deadline_s=0.1)
+
+
+def test_an_answer_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_MAX_ANSWER", 10_000)
+
+    async def test(proxy: ScriptedProxy, client: Client) -> None:
+        proxy.script = replies((200, b" " * 20_000))
+        assert (await ask(client)).failures == ()
+        assert len(proxy.requests) == 2
+
+    with_proxy(test)

@@ -9,6 +9,8 @@ from aiohttp import web
 from grpo_jax.config.schema import Config
 from grpo_jax.proxy.app import build_runner
 from grpo_jax.rollouts import worker
+from grpo_jax.storage.bucket import Bucket
+from tests.proxy.replica import FakeAgent
 from tests.rollouts.scripted import ScriptedProxy, eventually, policy_name
 from tests.rollouts.simulated import SimulatedLearner
 
@@ -16,20 +18,23 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Replica(ScriptedProxy):
-    """A server without an agent: the proxy learns from /v1/models what it serves."""
+    """Its agent proves at once what is published."""
 
-    def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.get("/v1/models", self._models), web.get("/health", self._models)]
+    def __init__(self) -> None:
+        super().__init__()
+        self.proved: list[str] = []
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.served]})
+    def publish(self, name: str) -> None:
+        super().publish(name)
+        self.proved.append(name)
 
 
 def test_a_run_through_the_proxy_in_which_the_replica_restarts(make_config: Callable[..., Config]) -> None:
     async def run() -> SimulatedLearner:
         async with asyncio.timeout(120), Replica() as replica:
-            config = make_config(steps=3, fleet={"replicas": [replica.url]})
+            config = make_config(steps=3)
             learner = SimulatedLearner(config, replica)
+            agent = FakeAgent(Bucket(config.bucket), config.fleet_name, "a", replica.url, proved=replica.proved)
             runner, _ = build_runner(config)
             await runner.setup()
             try:
@@ -45,6 +50,7 @@ def test_a_run_through_the_proxy_in_which_the_replica_restarts(make_config: Call
                 await learning
             finally:
                 await runner.cleanup()
+                await agent.stop()
             return learner
 
     learner = asyncio.run(run())
