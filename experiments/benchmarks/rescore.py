@@ -31,9 +31,7 @@ def main() -> None:
     try:
         scored = rescore(config, SpoolReader(run).poll())
     except AdapterError as error:
-        raise SystemExit(
-            f"{error}; a run to be scored again has to keep them: retention.adapters=all"
-        ) from None
+        raise SystemExit(f"{error}; a run to be scored again has to keep them: retention.adapters=all") from None
     for policy in scored:
         delta = policy.delta
         print(f"{policy.policy}  norm {policy.norm:7.3f}  {len(delta):5d} tokens", end="")

@@ -1,22 +1,37 @@
-"""A published policy as a PEFT directory with a model card, checked against its manifest."""
+"""A published policy as a directory or a repository of the Hub: a PEFT adapter or merged weights, with a model card."""
 
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import yaml
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-
+from grpo_jax.adapters import hub
+from grpo_jax.adapters.card import model_card
 from grpo_jax.adapters.manifest import AdapterError, Manifest, download_adapter, read_manifest
+from grpo_jax.adapters.merge import merge
 from grpo_jax.adapters.names import parse_policy
 from grpo_jax.errors import UsageError
-from grpo_jax.observability import format as f
-from grpo_jax.observability.metrics import Metrics
+from grpo_jax.models.source import base_digest, resolve_model
 from grpo_jax.observability.rundata import RunData, load_run
-from grpo_jax.observability.summary import mean_of
 from grpo_jax.storage.bucket import Bucket
+
+
+def export(bucket: Bucket, to: str, name: str | None = None, *, merged: bool = False, public: bool = False) -> str:
+    """`export_adapter` or `export_merged`, into a directory or, with `hub:OWNER/NAME`, a repository of the Hub.
+
+    Returns:
+      Where it is. UsageError, in one sentence, when it cannot be had or cannot be put there.
+    """
+    write = export_merged if merged else export_adapter
+    if not to.startswith(hub.PREFIX):
+        return str(write(bucket, Path(to), name))
+    repository = hub.repository(to)
+    hub.check_token()  # before anything large is read
+    with tempfile.TemporaryDirectory(prefix="grpo-jax-export-") as folder:
+        written = write(bucket, Path(folder) / "model", name)
+        title = (written / "README.md").read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[0]
+        return hub.push(written, repository, public=public, message=f"{title}, exported by grpo_jax")
 
 
 def export_adapter(bucket: Bucket, to: Path, name: str | None = None) -> Path:
@@ -28,6 +43,37 @@ def export_adapter(bucket: Bucket, to: Path, name: str | None = None) -> Path:
     Raises:
       UsageError: there is no such policy, it does not match its manifest, or `to` holds something.
     """
+
+    def write(run: RunData, manifest: Manifest, adapter: Path) -> Path:
+        (adapter / "README.md").write_text(model_card(run, manifest), encoding="utf-8")
+        return adapter
+
+    return _exported(bucket, to, name, write)
+
+
+def export_merged(bucket: Bucket, to: Path, name: str | None = None) -> Path:
+    """As `export_adapter`, but the whole model: the run's base with the policy merged into its weights.
+
+    Raises:
+      UsageError: also when the base is not to be had here, or is not the one that the run was trained on.
+    """
+
+    def write(run: RunData, manifest: Manifest, adapter: Path) -> Path:
+        source = (run.run.get("base") or {}).get("source") or run.config_value("model.source", None)
+        if not source:
+            raise UsageError("the run has not recorded which base it was trained on, so nothing can be merged")
+        base = resolve_model(source)
+        if base_digest(base) != manifest.base_digest:
+            raise UsageError(f"the weights of {source} are not those that {run.name} was trained on; nothing is merged")
+        folder = adapter.with_name("merged")
+        rounding = merge(base, adapter, manifest.scale, folder)
+        (folder / "README.md").write_text(model_card(run, manifest, rounding), encoding="utf-8")
+        return folder
+
+    return _exported(bucket, to, name, write)
+
+
+def _exported(bucket: Bucket, to: Path, name: str | None, write: Callable[[RunData, Manifest, Path], Path]) -> Path:
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UsageError(f"{to}: not empty; export writes into a new directory")
     run = load_run(None, bucket, groups=False)
@@ -36,10 +82,9 @@ def export_adapter(bucket: Bucket, to: Path, name: str | None = None) -> Path:
     work = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".tmp", dir=to.parent))
     try:
         try:
-            folder = download_adapter(bucket, manifest, work)
+            folder = write(run, manifest, download_adapter(bucket, manifest, work))
         except AdapterError as error:
             raise UsageError(f"the policy cannot be exported: {error}") from None
-        (folder / "README.md").write_text(model_card(run, manifest), encoding="utf-8")
         if to.exists():
             to.rmdir()
         os.rename(folder, to)
@@ -48,44 +93,10 @@ def export_adapter(bucket: Bucket, to: Path, name: str | None = None) -> Path:
     return to
 
 
-def model_card(run: RunData, manifest: Manifest) -> str:
-    """Markdown with YAML front matter. Only what the run has recorded is said."""
-    source = (run.run.get("base") or {}).get("source") or run.config_value("model.source", None)
-    front: dict[str, Any] = {"library_name": "peft", "tags": ["grpo", "grpo_jax", "lora", "reinforcement-learning"]}
-    if source and _is_hub_id(source):
-        front = {"base_model": source, **front}
-    rewards = ", ".join(f"`{r['source']}`" for r in run.config.get("rewards", []) if "source" in r)
-    metrics = [r for r in run.metrics if r["step"] < manifest.step]
-    base, _ = run.held_out
-    own = next((e for e in run.evaluations if e["policy"] == manifest.name), None)
-    facts = [
-        ("Base model", source and f"`{source}`"),
-        ("Base digest", f"`{manifest.base_digest}`"),
-        ("Run", f"`{run.name}`"),
-        ("Policy", f"`{manifest.name}`"),
-        ("Step", f"{manifest.step} of {f.number(run.config_value('steps', None))}"),
-        ("LoRA", f"rank {manifest.rank}, alpha {manifest.alpha:g}, scale {manifest.scale:g}"),
-        ("Targets", ", ".join(f"`{t}`" for t in manifest.targets)),
-        ("Task", _code(run.config_value("task.source", None))),
-        ("Rewards", rewards or None),
-        ("Mean reward, first 3 steps", _mean(metrics[:3])),
-        ("Mean reward, last 5 steps", _mean(metrics[-5:])),
-        ("Held-out reward, base", _reward(base)),
-        ("Held-out reward, this policy", _reward(own)),
-        ("Versions", ", ".join(f"{k} {v}" for k, v in sorted((run.run.get("versions") or {}).items())) or None),
-    ]
-    table = "\n".join(f"| {what} | {_cell(value)} |" for what, value in facts if value)
-    return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {manifest.name}\n\n"
-        "A LoRA adapter in PEFT's format, trained with asynchronous GRPO by grpo_jax.\n\n"
-        f"| | |\n|---|---|\n{table}\n"
-    )
-
-
 def _last(run: RunData, bucket: Bucket) -> str:
     current = run.policy.get("current")
     if not current:
-        raise UsageError(f"{bucket.url}: no policy has been published (there is no sound policy.json)")
+        raise UsageError(f"{bucket.address}: no policy has been published (there is no sound policy.json)")
     return str(current)
 
 
@@ -96,29 +107,3 @@ def _manifest(bucket: Bucket, name: str) -> Manifest:
         return read_manifest(bucket, name)
     except (ValueError, AdapterError) as error:
         raise UsageError(f"the policy cannot be exported: {error}") from None
-
-
-def _is_hub_id(source: str) -> bool:
-    """As the config reads it: a path that exists is a directory, and a scheme (`pypi:`) is no Hub id."""
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return not Path(source).exists()
-
-
-def _code(text: Any) -> str | None:
-    return None if text is None else f"`{text}`"
-
-
-def _mean(metrics: list[Metrics]) -> str | None:
-    value = mean_of(metrics, "reward")
-    return None if value is None else f.reward(value)
-
-
-def _reward(evaluation: dict[str, Any] | None) -> str | None:
-    return None if evaluation is None or evaluation["reward"] is None else f.reward(evaluation["reward"])
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")

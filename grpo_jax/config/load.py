@@ -16,17 +16,25 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     Args:
       overrides: `section.key=value`, the value read as YAML; a list item is named by its index (`rewards.0.weight=2`).
     """
+    raw = read_raw(path, overrides)
+    if raw.pop("sweep", None) is not None:
+        raise UsageError(f"{path}: sweep: this config describes several runs; `grpo-jax sweep {path}` runs them")
+    return parse_config(raw, str(path))
+
+
+def read_raw(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+    """The content of a config with its parents and the overrides, not checked yet."""
     raw = _read(Path(path), ())
     for override in overrides:
         _override(raw, override)
-    return parse_config(raw, str(path))
+    return raw
 
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {_sentence(error)}") from None
+        raise UsageError(f"{origin}: {sentence(error)}") from None
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -79,12 +87,24 @@ def _override(raw: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise UsageError(f"override {override!r}: the value is not valid YAML") from None
+    try:
+        set_key(raw, keys, value)
+    except UsageError as error:
+        raise UsageError(f"override {override!r}: {error}") from None
+
+
+def set_key(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Sets `section.key` in place; sections that are not there are made, an item of a list is named by its index.
+
+    Raises:
+      UsageError: the way there leads through what is no section, or the list has no such item.
+    """
     node: Any = raw
     for i, key in enumerate(keys):
         last = i == len(keys) - 1
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
-                raise UsageError(f"override {override!r}: {'.'.join(keys[:i])} has no item {key!r}")
+                raise UsageError(f"{'.'.join(keys[:i])} has no item {key!r}")
             if last:
                 node[int(key)] = value
             else:
@@ -95,10 +115,10 @@ def _override(raw: dict[str, Any], override: str) -> None:
             else:
                 node = node.setdefault(key, {})
         else:
-            raise UsageError(f"override {override!r}: {'.'.join(keys[:i])} is no section")
+            raise UsageError(f"{'.'.join(keys[:i])} is no section")
 
 
-def _sentence(error: ValidationError) -> str:
+def sentence(error: ValidationError) -> str:
     """The first problem as `path.of.key: what is wrong` (and how many more there are)."""
     problems = error.errors()
     first = problems[0]

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from grpo_jax.algorithms.registry import LOSSES, bound_loss
 from grpo_jax.config.schema import Algorithm, Config
@@ -13,7 +15,8 @@ from grpo_jax.models.config import LoraConfig, ModelConfig, adapter_count, param
 from grpo_jax.models.flops import flops_per_token
 from grpo_jax.models.source import resolve_config, resolve_model, shipped_config
 from grpo_jax.rollouts.rewards import load_rewards
-from grpo_jax.rollouts.tasks import Splits, load_task, prompt_tokens
+from grpo_jax.rollouts.task_lint import lint_task
+from grpo_jax.rollouts.tasks import NotHere, Splits, load_task, prompt_tokens
 from grpo_jax.rollouts.tokenizer import load_tokenizer
 from grpo_jax.storage.bucket import Bucket
 
@@ -29,26 +32,31 @@ class Plan:
     model: ModelConfig | None = None
 
 
-def check_config(config: Config, *, offline: bool = False, weights: bool = False) -> Plan:
+def check_config(config: Config, *, offline: bool = False, weights: bool = False, lint: bool = False) -> Plan:
     """Checks all that can be checked without starting anything; UsageError names the key.
 
     Of a model on the Hub only config and tokenizer are fetched. Where they cannot be had, what `configs/models` says of
     the model is used, and what needs the tokenizer is listed as unchecked.
 
     Args:
-      offline: fetch nothing; a model of which nothing is known here is unchecked too.
+      offline: fetch nothing; a task's data and a model of which nothing is known here are unchecked, too.
       weights: fetch the whole model, for what is about to run; nothing takes its place.
+      lint: look at every problem of the task (`task_lint`); its warnings become rows, its errors are raised.
     """
     Bucket(config.bucket)
     resolve_targets(config.lora.targets)
     load_rewards(config.rewards)
-    splits = load_task(config.task)
-    evaluation = config.evaluation
-    if evaluation.samples and not splits.get(evaluation.split):
-        raise UsageError(f"evaluation.split: {config.task.source} has no split {evaluation.split!r}")
     unchecked = _check_loss(config.algorithm)
     rows = _batch_rows(config) + _objective_rows(config.algorithm)
-    rows.append(("task", ", ".join(f"{len(problems)} {name}" for name, problems in splits.items())))
+    splits: Splits = {}
+    try:
+        splits = load_task(config.task, offline=offline)
+        rows.append(("task", ", ".join(f"{len(problems)} {name}" for name, problems in splits.items())))
+    except NotHere as error:
+        unchecked.append(f"the problems: {error}")
+    evaluation = config.evaluation
+    if splits and evaluation.samples and not splits.get(evaluation.split):
+        raise UsageError(f"evaluation.split: {config.task.source} has no split {evaluation.split!r}")
     source = config.model.source
     directory: Path | None = None
     try:
@@ -61,20 +69,32 @@ def check_config(config: Config, *, offline: bool = False, weights: bool = False
             raise UsageError(f"model.source: {error}{nowhere}") from None
         unchecked += [f"model.source: {error}", "whether the prompts fit into a row"]
         if known is None:
+            rows += _findings(config, splits, None) if lint else []
             return Plan(rows, [*unchecked, f"all that depends on the model's size{_nowhere(source)}"])
         model = known
     rows += _model_rows(config, model, "its own config" if directory else "configs/models, not its own config")
-    if directory is not None:
+    if directory is not None and splits:
         longest, new, row = (
             _longest_prompt(config, splits, directory),
             config.sampling.max_tokens,
             config.batch.row_tokens,
         )
         rows.append(("longest prompt", f"{longest} tokens, + {new} new ≤ row of {row}"))
+    if lint:
+        rows += _findings(config, splits, directory)
     if config.generator.engine == "vllm" and config.generator.replicas:
         flags = vllm_flags(config, directory or Path(source), port=0, seed=config.seed, cpu=on_cpu())
         rows.append(("vLLM", " ".join(flags)))
     return Plan(rows, unchecked, model)
+
+
+def _findings(config: Config, splits: Splits, directory: Path | None) -> list[tuple[str, str]]:
+    """Warnings of the lint as rows; UsageError for its first error. `directory`: the model's, for its tokenizer."""
+    found = lint_task(config, None if directory is None else _tokenizer(directory), splits)
+    for finding in found:
+        if finding.is_error:
+            raise UsageError(f"task: {finding.count} {finding.what}, for example {finding.example}")
+    return [("warning", f"{finding.count} {finding.what}, for example {finding.example}") for finding in found]
 
 
 def _nowhere(source: str) -> str:
@@ -93,13 +113,20 @@ def _check_loss(algorithm: Algorithm) -> list[str]:
 
 def _batch_rows(config: Config) -> list[tuple[str, str]]:
     batch = config.batch
-    return [
+    lag, k = "at most", config.max_staleness
+    if config.staleness is not None:
+        lag = "exactly"
+    rows = [
         ("run", f"{config.run} in {config.bucket}"),
         ("steps", f"{config.steps} of {batch.prompts_per_step} prompts × {batch.group_size} samples"),
         ("rows", f"{batch.row_tokens} tokens, {batch.rows_per_micro_batch} a micro-batch"),
-        ("staleness", f"at most {config.max_staleness} versions; one is published every {config.sync_every} steps"),
+        ("staleness", f"{lag} {k} versions; one is published every {config.sync_every} steps"),
         ("adapter slots", f"{config.slots} per generator"),
     ]
+    if config.staleness is not None and config.steps < 5 * (k + 1) * config.sync_every:
+        few = f"steps: the first {(k + 1) * config.sync_every} of {config.steps} all train on the base's samples"
+        rows.append(("warning", f"{few}; {5 * (k + 1) * config.sync_every} or more would say something about this lag"))
+    return rows
 
 
 def _objective_rows(algorithm: Algorithm) -> list[tuple[str, str]]:
@@ -149,9 +176,14 @@ def _model_rows(config: Config, model: ModelConfig, origin: str) -> list[tuple[s
     ]
 
 
+@lru_cache(2)  # the runs of a sweep have one model
+def _tokenizer(directory: Path) -> Any:
+    return load_tokenizer(directory)
+
+
 def _longest_prompt(config: Config, splits: Splits, directory: Path) -> int:
     """Tokens of the longest prompt; UsageError when one does not fit into a row with its completion."""
-    tokenizer = load_tokenizer(directory)
+    tokenizer = _tokenizer(directory)
     longest, room = 0, config.batch.row_tokens - config.sampling.max_tokens
     for split, problems in splits.items():
         for problem in problems[:_MAX_PROMPTS]:

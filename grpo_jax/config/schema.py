@@ -47,6 +47,9 @@ class Lora(Section):
     alpha: float = Field(16.0, gt=0)
     rslora: bool = Field(False, description="scale alpha / sqrt(rank) instead of alpha / rank")
     targets: Literal["all-linear"] | list[str] = "all-linear"
+    init_from: str | None = Field(
+        None, description="directory or URL of a PEFT adapter to start from; its rank, scale and targets must be these"
+    )
 
     @field_validator("rank")
     @classmethod
@@ -68,14 +71,39 @@ class Plugin(Section):
     args: dict[str, Any] = Field({})
 
 
+class Example(Section):
+    question: str
+    answer: str
+
+
+class FewShot(Section):
+    """Worked examples, put before each question as turns of the chat: pairs of one's own, or problems of a split."""
+
+    pairs: list[Example] = Field([])
+    split: str | None = Field(None, description="its first problems; one that is asked is never its own example")
+    count: int = Field(0, ge=0, description="examples; of pairs, 0 means all")
+    answer: str = Field("answer", description="what the assistant's turn shows of a problem: answer, or a metadata key")
+
+    @model_validator(mode="after")
+    def _has_examples(self) -> "FewShot":
+        if bool(self.pairs) == (self.split is not None):
+            raise ValueError("give either 'pairs' or a 'split'")
+        if self.split is not None and not self.count:
+            raise ValueError("'count' says how many problems of the split are examples")
+        return self
+
+
 class Task(Plugin):
     system_prompt: str | None = None
+    few_shot: FewShot | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
 
 
 class Reward(Plugin):
     name: str | None = Field(None, description="in the metrics; default: the function's name")
     weight: float = 1.0
+    timeout_s: float | None = Field(None, gt=0, description="of a call; None: rollouts.reward_timeout_s")
+    processes: int = Field(0, ge=0, description="calls it in so many processes of its own; 0: in threads of the worker")
 
     @property
     def label(self) -> str:
@@ -107,6 +135,13 @@ class Sampling(Section):
         return value
 
 
+class StopAtReward(Section):
+    """Ends a run, as finished, once its training reward is good enough."""
+
+    value: float = Field(description="mean reward of a step")
+    steps: int = Field(5, ge=1, description="in a row of which the mean must reach it")
+
+
 class Optimizer(Section):
     """AdamW with warm-up."""
 
@@ -120,6 +155,7 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    stop_at_reward: StopAtReward | None = Field(None, description="end the run early at a training reward")
 
 
 class Batch(Section):
@@ -218,11 +254,29 @@ class Retention(Section):
     )
 
 
+class Logging(Section):
+    """Where the metrics go beside `metrics.jsonl`. A sink that fails costs its own curves and nothing else."""
+
+    sinks: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        [], description="each needs the package of its name; the config goes with the metrics, without secrets"
+    )
+    project: str = Field("grpo-jax", min_length=1, description="of trackio and Weights & Biases")
+    space: str | None = Field(None, description="Hugging Face Space of trackio, made private; None: local")
+
+
 class Local(Section):
     """How `run` places the roles on this machine (Linux: taskset)."""
 
     learner_cpus: tuple[int, ...] = Field((), description="cores of the learner; empty: all")
     generator_cpus: tuple[tuple[int, ...], ...] = Field((), description="cores of each generator; missing: all")
+
+
+class Staleness(Section):
+    """For studies of staleness: the lag is given, whatever that costs in speed."""
+
+    exactly: int = Field(
+        ge=0, description="k: the batch at version v trains on groups of version v - k, and on v0 while v < k"
+    )
 
 
 class Config(Section):
@@ -231,8 +285,9 @@ class Config(Section):
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=1)
     sync_every: int = Field(1, ge=1, description="steps between two published adapters")
+    staleness: Staleness | None = Field(None, description="exactly: k takes the place of max_staleness, k then")
     max_staleness: int = Field(
-        1, ge=0, description="versions between the policy that sampled a group and the one it trains"
+        1, ge=0, description="versions between the policy that sampled a group and the one it trains, at most"
     )
     model: Model
     lora: Lora = Lora()
@@ -250,7 +305,16 @@ class Config(Section):
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     retention: Retention = Retention()
+    logging: Logging = Logging()
     local: Local = Local()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_staleness(cls, given: Any) -> Any:
+        """What goes by `max_staleness` (pacing, slots, the window of policies) holds for an exact staleness, too."""
+        if isinstance(given, dict) and isinstance(said := given.get("staleness"), dict) and "exactly" in said:
+            return {**given, "max_staleness": said["exactly"]}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":

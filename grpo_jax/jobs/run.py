@@ -12,6 +12,7 @@ from grpo_jax.config.plan import check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
 from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
+from grpo_jax.jobs.show import run_decoder
 from grpo_jax.observability.progress import RunProgress
 from grpo_jax.observability.report import Report, build_report
 from grpo_jax.storage import layout
@@ -129,7 +130,7 @@ def _finished(run: Bucket, run_dir: Path, how: str) -> RunResult:
 
 def _report(run: Bucket, run_dir: Path) -> Report | None:
     try:
-        return build_report(run_dir, run)
+        return build_report(run_dir, run, run_decoder(run))
     except Exception:
         log.exception("the report could not be written")
         return None

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from grpo_jax.config.plan import check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
 from grpo_jax.jobs.local import Supervisor, default_environment, last_line, stop_on_signals
 from grpo_jax.learner.batch import trainable
+from grpo_jax.observability.printable import printable
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.spool import SpoolReader
@@ -62,7 +64,8 @@ def _print(groups: list[Group]) -> None:
     for group in groups[:_SHOWN]:
         for sample in group.samples[:2]:
             reward = "unscorable" if sample.reward is None else f"{sample.reward:g}"
-            table.add_row(group.provenance.problem_id, sample.text, reward, sample.finish_reason)
+            cells = (group.provenance.problem_id, sample.text, reward, sample.finish_reason)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
     Console().print(table)
     rewards = [group.rewards[trainable(group)] for group in groups]
     mixed = float(np.mean([r.std() > 0 for r in rewards]))

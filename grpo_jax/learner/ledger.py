@@ -16,9 +16,12 @@ class Ledger:
     versions old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a
     lineage that a resume gave up), `invalid` (fewer than two samples to train on) or `zero_variance` (its rewards are
     all equal, and another group takes its place).
+
+    `exactly`: a batch takes only groups that are `max_staleness` versions old, the first ones only groups of v0.
     """
 
     max_staleness: int
+    exactly: bool = False
     trained: set[str] = field(default_factory=set)
     drops: dict[str, str] = field(default_factory=dict)
     _offered: dict[str, Group] = field(default_factory=dict)
@@ -55,7 +58,7 @@ class Ledger:
 
     def ready(self, version: int) -> int:
         """How many groups a batch at `version` could take now."""
-        return sum(group.version <= version for group in self._offered.values())
+        return sum(self._is_ready(group, version) for group in self._offered.values())
 
     def take(
         self,
@@ -71,7 +74,7 @@ class Ledger:
           is_replaced: says which groups are dropped, so that others take their place.
           max_candidates: groups that a batch looks at before it takes what is left of them, fewer than `count` or none.
         """
-        candidates = [group for group in self._offered.values() if group.version <= version]
+        candidates = [group for group in self._offered.values() if self._is_ready(group, version)]
         candidates.sort(key=lambda g: (g.provenance.started_at, g.id))
         kept: list[Group] = []
         for group in candidates:
@@ -93,6 +96,11 @@ class Ledger:
         if any(key not in self._offered for key in ids):
             return None
         return [self._train(key) for key in ids]
+
+    def _is_ready(self, group: Group, version: int) -> bool:
+        if self.exactly:
+            return group.version == max(0, version - self.max_staleness)
+        return group.version <= version
 
     def _train(self, key: str) -> Group:
         self.trained.add(key)

@@ -32,9 +32,11 @@ from grpo_jax.learner.saving import Saver
 from grpo_jax.learner.setup import Trainer, build_trainer
 from grpo_jax.learner.step import Applied, LearnerState
 from grpo_jax.learner.surroundings import Surroundings
+from grpo_jax.learner.target import RewardTarget
 from grpo_jax.learner.train import train_batch
 from grpo_jax.learner.update_metrics import update_metrics
-from grpo_jax.observability.metrics import MetricsLog
+from grpo_jax.observability.metrics import MetricsLog, read_metrics
+from grpo_jax.observability.sinks import open_sinks
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
@@ -94,7 +96,7 @@ class Learner:
         self._run = Bucket(config.bucket).child(config.run)
         self._incarnation = claim_incarnation(self._run)
         self._phase, self._step = "starting", 0
-        self._ledger = Ledger(config.max_staleness)
+        self._ledger = Ledger(config.max_staleness, exactly=config.staleness is not None)
         self._heartbeat = Heartbeat(self._run, self._incarnation, self._state_body)
         self._run_record = RecordWriter(self._run, layout.RUN, self._incarnation)
         self._run_dir = run_dir
@@ -106,6 +108,7 @@ class Learner:
         self._run_body: dict[str, Any] = {}
         self._publisher: Publisher | None = None
         self._engine: Engine | None = None
+        self._target = RewardTarget(None)
         self._rate = learning_rate(config.optimizer, config.steps)
 
     # ---- start
@@ -133,6 +136,8 @@ class Learner:
             if step < self._step:
                 self._ledger.trained.update(record["groups"])
         self._metrics = MetricsLog.resume(self._run_dir, self._run, self._step)
+        self._metrics.attach(open_sinks(self._run_body, self._run_dir, self._step))
+        self._target = RewardTarget(config.optimizer.stop_at_reward, read_metrics(self._run_dir))
         self._saver = Saver(
             self._checkpointer,
             config.checkpoints.every,
@@ -192,8 +197,12 @@ class Learner:
 
     # ---- steps
 
+    @property
+    def _over(self) -> bool:
+        return self._step >= self.config.steps or self._target.reached
+
     def train(self) -> None:
-        while self._step < self.config.steps:
+        while not self._over:
             self._train_step()
 
     def _train_step(self) -> None:
@@ -227,6 +236,8 @@ class Learner:
         computed = time.time()
 
         self._step = step + 1
+        of_groups = group_metrics(groups, version=version, now=batch_ready)
+        self._target.add(of_groups.get("reward"))
         stall = self._after_step(trained.applied)
         finished = time.time()
         if not all(trained.finite):
@@ -236,7 +247,7 @@ class Learner:
             {
                 "step": step,
                 "learning_rate": rate,
-                **group_metrics(groups, version=version, now=batch_ready),
+                **of_groups,
                 **update_metrics(trained, config, self._trainer, computed - batch_ready, finished - started),
                 "policy/version": float(-(-self._step // config.sync_every)),
                 "perf/step_s": finished - started,
@@ -258,18 +269,20 @@ class Learner:
     def _after_step(self, applied: Applied | None) -> float:
         """Publishes and checkpoints what is due; returns the seconds that the loop lost to publishing."""
         config, stall = self.config, 0.0
-        if self._step % config.sync_every == 0 or self._step == config.steps:
+        if self._step % config.sync_every == 0 or self._over:
             started = time.monotonic()
             assert self._publisher is not None
             assert self._engine is not None
             version = -(-self._step // config.sync_every)
+            if config.staleness is not None:
+                self._publisher.flush(_FLUSH_S)  # a version that is skipped would be missing for ever
             if applied is None:  # a step without an update: the same weights, under the next version's name
                 published = self._engine.published()
                 self._publisher.submit(version, self._step, published, self._engine.canary(published, self._tokens))
             else:
                 self._publisher.submit(version, self._step, applied.publish, applied.canary_logprobs)
             stall = time.monotonic() - started
-        if self._step < config.steps:  # the last checkpoint is `finish`'s
+        if not self._over:  # the last checkpoint is `finish`'s
             assert self._saver is not None
             self._saver.after_step(self._step)
         self._heartbeat.announce()

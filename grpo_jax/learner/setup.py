@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
+from grpo_jax.adapters.initial import initial_adapter
 from grpo_jax.algorithms.objective import Objective
 from grpo_jax.algorithms.registry import bound_loss, factor_function
 from grpo_jax.cache import cache_dir
@@ -59,9 +60,14 @@ class Trainer:
     dtype: Any
     seed: int
     layout: Layout
+    init_from: str | None = None
 
     def initial_lora(self) -> Any:
-        return init_lora(jax.random.key(self.seed), self.model, self.lora)
+        """B = 0, so that v0 is the base; or the adapter that the run starts from."""
+        fresh = init_lora(jax.random.key(self.seed), self.model, self.lora)
+        if self.init_from is None:
+            return fresh
+        return initial_adapter(self.init_from, fresh, rank=self.lora.rank, scale=self.lora.scale)
 
     def published_form(self, lora: Any) -> Any:
         return rounded(lora, self.dtype)
@@ -185,6 +191,7 @@ def build_trainer(config: Config) -> Trainer:
         dtype=dtype,
         seed=config.seed,
         layout=layout_of(config, row_shards(mesh), share_prompt),
+        init_from=config.lora.init_from,
     )
 
 

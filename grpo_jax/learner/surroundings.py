@@ -6,6 +6,7 @@ import threading
 from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import RunFailed
+from grpo_jax.observability.load import FleetLoad
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import Record, RecordReader
@@ -25,7 +26,8 @@ class Surroundings:
         self._readers: dict[str, RecordReader] = {}
         self._records: dict[str, Record] = {}
         self._silent_s: dict[str, float] = {}  # at the last reading: a bucket out of reach is not the writer's silence
-        self._last: tuple[float, float, float] | None = None
+        self._load = FleetLoad(config.generator.max_num_seqs)
+        self._last: tuple[float, float, float, float] | None = None
         self._period_s = _LOCAL_PERIOD_S if self._root.is_local else _REMOTE_PERIOD_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="surroundings", daemon=True)
@@ -47,7 +49,7 @@ class Surroundings:
     def metrics(self, publisher: Publisher | None, now: float) -> dict[str, float]:
         """Rollout, fleet and publish metrics; what is not known yet is left out."""
         workers, replicas = self._workers(), self._replicas()
-        found: dict[str, float] = {}
+        found = self._load.take()
         if workers:
             generated = float(sum(w["generated_tokens"] for w in workers))
             backpressure = float(sum(w["backpressure_s"] for w in workers))
@@ -56,20 +58,25 @@ class Surroundings:
             found["cost/wasted_tokens"] = float(sum(w["wasted_tokens"] for w in workers))
             found["rollout/request_failures"] = float(sum(w["request_failures"] for w in workers))
             found["rollout/reward_failures"] = float(sum(w["reward_failures"] for w in workers))
+            scoring_s = float(sum(w.get("scoring_s", 0.0) for w in workers))
+            slots = float(sum(w.get("scoring_slots", 0) for w in workers))
             if self._last is not None and now > self._last[0]:
-                before, generated_before, backpressure_before = self._last
+                before, generated_before, backpressure_before, scoring_before = self._last
                 found["rollout/generated_tok_s"] = max(generated - generated_before, 0.0) / (now - before)
                 found["rollout/backpressure_s"] = max(backpressure - backpressure_before, 0.0)
-            self._last = (now, generated, backpressure)
+                found["rollout/scoring"] = min(max(scoring_s - scoring_before, 0.0) / (now - before), slots)
+                found["rollout/scoring_slots"] = slots
+            self._last = (now, generated, backpressure, scoring_s)
         newest = publisher.newest if publisher else None
         if newest is not None:
             found["policy/publish_s"] = newest.publish_s
             found["fleet/replicas_proved"] = float(sum(newest.name in r.get("proved", ()) for r in replicas))
-        served = {name: t for w in workers for name, t in w["first_served"].items()}
-        for published in reversed(publisher.published if publisher else []):
-            if published.name in served:
-                found["policy/time_to_serve_s"] = max(served[published.name] - published.submitted_at, 0.0)
-                break
+        for key, metric in (("first_named", "policy/time_to_name_s"), ("first_served", "policy/time_to_serve_s")):
+            seen = {name: t for w in workers for name, t in w.get(key, {}).items()}
+            for published in reversed(publisher.published if publisher else []):
+                if published.name in seen:
+                    found[metric] = max(seen[published.name] - published.submitted_at, 0.0)
+                    break
         return found
 
     def _workers(self) -> list[Record]:
@@ -86,6 +93,7 @@ class Surroundings:
             try:
                 self._read(self._run, layout.WORKERS)
                 self._read(self._root, layout.replicas(self._config.fleet_name))
+                self._load.see(self._replicas())
             except Exception as error:  # every kind of bucket raises errors of its own; what is known stays
                 log.warning("records of the worker and the replicas cannot be read: %s", error)
             if self._stop.wait(self._period_s):

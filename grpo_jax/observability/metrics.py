@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from grpo_jax.observability.sinks import Sinks
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 
@@ -61,6 +62,7 @@ class MetricsLog:
     def __init__(self, run_dir: Path, bucket: Bucket, first_step: int = 0):
         self._path, self._bucket, self._first = run_dir / FILE, bucket, first_step
         self._last = first_step - 1
+        self._sinks: Sinks | None = None
         segments = _segments(bucket)
         _rewrite(self._path, [r for r in read_metrics(run_dir) if r["step"] < first_step])
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
@@ -81,6 +83,10 @@ class MetricsLog:
         _rewrite(run_dir / FILE, [known[t] for t in sorted(known) if t < step])
         return cls(run_dir, bucket, step)
 
+    def attach(self, sinks: Sinks | None) -> None:
+        """Hands each line from now on to `sinks` too, and closes them at the end."""
+        self._sinks = sinks
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line at once. Keys whose value is None, NaN or infinite are left out.
 
@@ -92,6 +98,9 @@ class MetricsLog:
         step = clean.get("step")
         if not isinstance(step, int) or step <= self._last:
             raise ValueError(f"a metrics record for step {step!r} after step {self._last}")
+        if self._sinks is not None:
+            clean["logging/failures_total"] = float(self._sinks.failures)
+            self._sinks.log(clean)
         self._file.write(_line(clean))
         self._last = step
 
@@ -104,7 +113,11 @@ class MetricsLog:
     def close(self) -> None:
         """Writes the segment a last time. OSError: the bucket did not take it, the local file is whole all the same."""
         self._file.close()
-        self.sync()
+        try:
+            self.sync()
+        finally:
+            if self._sinks is not None:
+                self._sinks.close()
 
 
 class MetricsTail:

@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 
 from grpo_jax.observability import format as f
-from grpo_jax.observability.logs import is_secret_name
+from grpo_jax.observability.curves import curves_html, gains_html
 from grpo_jax.observability.page_style import CSS
 from grpo_jax.observability.rundata import RunData
 from grpo_jax.observability.samples import Shown
+from grpo_jax.observability.scrubbing import scrubbed_config
 from grpo_jax.observability.svg import timeline_svg
 
 _LONGEST_TEXT = 1200  # characters of a prompt or completion that are shown
@@ -28,6 +29,8 @@ def render(run: RunData, summary: dict[str, Any], pictures: Sequence[bytes], sam
         _tiles(summary),
         _picture(pictures, run.name),
         _section("Timeline", svg and f'<div class="wide">{svg}</div>{_LEGEND}'),
+        _section("Bottleneck", gains_html(summary["gains"])),
+        _section("Curves", curves_html(run)),
         _section("Numbers", _table(None, _numbers(summary))),
         _section("Evaluations", _evaluations(run)),
         _section("Replicas", _replicas(run, summary)),
@@ -213,17 +216,7 @@ def _details(title: str, content: Any) -> str:
 
 
 def _yaml(config: dict[str, Any]) -> str:
-    return yaml.safe_dump(_masked(config), sort_keys=False, allow_unicode=True, width=100)
-
-
-def _masked(node: Any, inside_env: bool = False) -> Any:
-    """The config without what looks like a credential among the environment variables that it hands on."""
-    if isinstance(node, dict):
-        return {
-            key: "***" if inside_env and is_secret_name(key) else _masked(value, inside_env or key == "env")
-            for key, value in node.items()
-        }
-    return [_masked(item, inside_env) for item in node] if isinstance(node, list) else node
+    return yaml.safe_dump(scrubbed_config(config), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _cut(text: str) -> str:

@@ -49,6 +49,26 @@ th,td{padding:7px 18px 7px 0;border-bottom:1px solid var(--rule);vertical-align:
 .timeline .rule{stroke:var(--rule)}
 .timeline text{fill:var(--muted);font-size:11px}
 .timeline .lane{fill:var(--ink);font-size:13px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:28px 24px}
+figure{margin:0;min-width:0}
+figcaption{font-size:13px;font-weight:600}
+.key{margin:2px 0 4px;font-size:12px;display:flex;flex-wrap:wrap;gap:2px 12px;overflow-wrap:anywhere}
+.chart{display:block;width:100%;height:auto}
+.chart path{fill:none;stroke-width:1.6;stroke-linejoin:round}
+.chart .rule{stroke:var(--rule)}
+.chart text{fill:var(--muted);font-size:11px}
+.key .c0{color:var(--learner)}.chart .c0{stroke:var(--learner)}
+.key .c1{color:var(--generator)}.chart .c1{stroke:var(--generator)}
+.key .c2{color:var(--accent)}.chart .c2{stroke:var(--accent)}
+.key .c3{color:var(--muted)}.chart .c3{stroke:var(--muted)}
+.key .c4{color:var(--ink)}.chart .c4{stroke:var(--ink)}
+.key .c5{color:var(--learner);opacity:.6}.chart .c5{stroke:var(--learner);opacity:.6}
+.chart circle{fill:var(--paper);stroke-width:2}
+.gains{max-width:680px}
+.gains td,.gains th{vertical-align:middle;white-space:nowrap}
+.gains .bar{width:100%}
+.gains svg{display:block;width:100%;height:10px}
+.gains rect{fill:var(--learner)}
 article{border-top:1px solid var(--rule);padding:10px 0 12px}
 article p{margin:0 0 6px;font-size:13px;display:flex;gap:12px;flex-wrap:wrap}
 article p span{margin-left:auto;color:var(--muted)}

@@ -47,7 +47,7 @@ def build_report(run_dir: Path, bucket: Bucket, decode: Decode | None = None) ->
     """
     run = load_run(run_dir, bucket)
     if not (run.run or run.metrics or run.groups or run.learner):
-        raise UsageError(f"{bucket.url}: no run has left anything here")
+        raise UsageError(f"{bucket.address}: no run has left anything here")
     run_dir.mkdir(parents=True, exist_ok=True)
     summary = summarise(run)
     png_path: Path | None = run_dir / "reward.png"

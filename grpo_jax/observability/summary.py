@@ -1,4 +1,4 @@
-"""The key numbers of a run, and one sentence on what it waited for."""
+"""The key numbers of a run, and the verdict on what it waited for."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,20 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.observability.format import percent
+from grpo_jax.observability.flow import mean_of
 from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import RunData
 from grpo_jax.observability.timeline import overlap
-
-# Below this share of the time nothing is called a bottleneck.
-_NOTABLE = 0.1
+from grpo_jax.observability.verdict import judge
 
 
 def summarise(run: RunData) -> dict[str, Any]:
     """Plain JSON values by name; None for what cannot be known from what is there."""
     metrics, times = run.metrics, overlap(run)
     base, trained = (None if e is None else float(e["reward"]) for e in run.held_out)
-    wait, held = _wait_share(metrics), _backpressure_share(run, times["span_s"])
+    judged = judge(run)
     return {
         "run": run.name,
         "status": run.run.get("status") or "unknown",
@@ -51,9 +49,11 @@ def summarise(run: RunData) -> dict[str, Any]:
         "reward_failures": _sum(run.workers, "reward_failures"),
         "redraws": _sum(run.workers, "redraws"),
         "quarantined": {key: _quarantined(run, record) for key, record in run.replicas.items()},
-        "learner_wait_share": wait,
-        "backpressure_share": held,
-        "verdict": verdict(wait, held),
+        "learner_wait_share": _wait_share(metrics),
+        "backpressure_share": _backpressure_share(run, times["span_s"]),
+        "verdict": judged.sentence,
+        "bottleneck": judged.kind,
+        "gains": judged.gains,
         "missing": run.missing,
     }
 
@@ -70,29 +70,6 @@ def _backpressure_share(run: RunData, span_s: float) -> float | None:
     """The share of the run in which only the limit on staleness kept the workers from starting a group."""
     held = [w["backpressure_s"] for w in run.workers.values() if "backpressure_s" in w]
     return min(sum(held) / (len(held) * span_s), 1.0) if held and span_s else None
-
-
-def verdict(wait: float | None, held: float | None) -> str:
-    if wait is None or held is None:
-        return "Too little is recorded to say what this run waited for."
-    numbers = (
-        f"the learner waited for rollouts {percent(wait)} of the time, "
-        f"rollouts were held back by the limit on staleness {percent(held)} of the time"
-    )
-    if wait >= _NOTABLE and held >= _NOTABLE:
-        return f"Learner and generators take turns: {numbers}; a higher max_staleness would let them overlap more."
-    if wait >= _NOTABLE:
-        return (
-            f"Generation is the bottleneck: {numbers}; more or faster replicas would help, a faster learner would not."
-        )
-    if held >= _NOTABLE:
-        return f"The learner is the bottleneck: {numbers}; a faster learner would help, more replicas would not."
-    return f"Learner and generators are in balance: {numbers}."
-
-
-def mean_of(records: Iterable[Metrics], key: str) -> float | None:
-    values = [r[key] for r in records if key in r]
-    return float(np.mean(values)) if values else None
 
 
 def _percentile(metrics: list[Metrics], key: str, q: float) -> float | None:

@@ -38,7 +38,9 @@ class Drawer:
         """PolicyGone, RequestRefused or RequestFailed if there is no answer; a sample that fails is in the draw."""
         answer = await self._answer(prompt, policy, n, seed)
         choices = [choice for choice in answer.choices if choice is not None]
+        began = time.monotonic()
         scores = await self._scorer.score([_completion(problem, choice) for choice in choices])
+        self._counters.scoring_s += len(choices) * (time.monotonic() - began)
         self._counters.reward_failures += sum(len(score.errors) for score in scores)
         samples, failures, remaining = [], list(answer.failures), iter(scores)
         for index, choice in enumerate(answer.choices):

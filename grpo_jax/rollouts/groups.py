@@ -37,7 +37,9 @@ class GroupMaker:
         self._client, self._drawer = client, drawer
 
     async def make(self, ticket: Ticket, policy: str, started_at: float) -> Group:
-        """The group of `ticket`, sampled under `policy` (or a newer one, should that be retired meanwhile).
+        """The group of `ticket`, sampled under `policy`.
+
+        Should that be retired meanwhile, a newer one takes its place, unless the staleness is to be exact.
 
         Whatever goes wrong with this group alone raises GroupDropped. UsageError: its prompt does not fit in a row.
         """
@@ -72,7 +74,8 @@ class GroupMaker:
                 if now > deadline:
                     raise RequestFailed(f"each policy that was named was gone at once: {gone}") from None
             named = policy
-            policy, _ = await self._client.current_policy()
+            if self._config.staleness is None:
+                policy, _ = await self._client.current_policy()
             if policy == named:
                 await asyncio.sleep(_ASK_AGAIN_S)
             else:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.models.source import resolve_model
-from grpo_jax.rollouts.rewards import Reward, load_rewards
+from grpo_jax.rollouts.rewards import Reward, load_rewards, missing_packages
 from grpo_jax.rollouts.tasks import Splits, load_task
 from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
 
@@ -22,6 +22,8 @@ class Plugins:
 def load_plugins(config: Config) -> Plugins:
     """Loads task, rewards and tokenizer, and makes the first prompt; UsageError names the key that does not fit."""
     splits, rewards = load_task(config.task), load_rewards(config.rewards)
+    for missing in missing_packages(rewards):
+        raise UsageError(missing)
     split = config.evaluation.split
     if config.evaluation.samples and not len(splits.get(split, ())):
         raise UsageError(f"evaluation.split: {config.task.source} has no problems in a split {split!r}")

@@ -17,7 +17,8 @@ class Counters:
 
     `request_failures` counts requests given up and samples that were not sound, `wasted_tokens` those of groups that
     the worker dropped, `backpressure_s` the seconds in which admission alone kept it from starting a group.
-    `first_served` has the time of the first answer of each of the newest policies.
+    `scoring_s` adds up, over the samples, the seconds from their completion to their score. `first_named` and
+    `first_served` have the times at which the newest policies were first named, and first answered.
     """
 
     generated_tokens: int = 0
@@ -26,12 +27,15 @@ class Counters:
     reward_failures: int = 0
     redraws: int = 0
     backpressure_s: float = 0.0
+    scoring_s: float = 0.0
+    first_named: dict[str, float] = field(default_factory=dict)
     first_served: dict[str, float] = field(default_factory=dict)
 
+    def named(self, policy: str, now: float) -> None:
+        _note(self.first_named, policy, now)
+
     def served(self, policy: str, now: float) -> None:
-        self.first_served.setdefault(policy, now)
-        while len(self.first_served) > _POLICIES_KEPT:
-            del self.first_served[min(self.first_served, key=self.first_served.__getitem__)]
+        _note(self.first_served, policy, now)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Counters":
@@ -39,8 +43,16 @@ class Counters:
             **{key: int(record[key]) for key in ("generated_tokens", "wasted_tokens", "request_failures")},
             **{key: int(record[key]) for key in ("reward_failures", "redraws")},
             backpressure_s=float(record["backpressure_s"]),
+            scoring_s=float(record.get("scoring_s", 0.0)),
+            first_named=dict(record.get("first_named", {})),
             first_served=dict(record["first_served"]),
         )
+
+
+def _note(first: dict[str, float], policy: str, now: float) -> None:
+    first.setdefault(policy, now)
+    while len(first) > _POLICIES_KEPT:
+        del first[min(first, key=first.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ def record_body(
     redraws: int,
     skipped: Mapping[int, str],
     epoch_size: int,
+    scoring_slots: int,
 ) -> Record:
     """The record that others read. `redraws`: of this life; `epoch_size` turns data indices into epochs."""
     return {
@@ -90,5 +103,8 @@ def record_body(
         "redraws": counters.redraws + redraws,
         "skipped": [[index // epoch_size, index, reason] for index, reason in sorted(skipped.items())],
         "backpressure_s": round(counters.backpressure_s, 3),
+        "scoring_s": round(counters.scoring_s, 3),
+        "scoring_slots": scoring_slots,
+        "first_named": dict(counters.first_named),
         "first_served": dict(counters.first_served),
     }

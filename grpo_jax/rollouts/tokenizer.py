@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
-from grpo_jax.rollouts.tasks import Problem, prompt_tokens
+from grpo_jax.rollouts.tasks import Problem, chat_tokens, messages
 
 _CACHED_PROMPTS = 4096
 
@@ -41,7 +41,7 @@ class Prompts:
 
     def tokens(self, problem: Problem) -> tuple[int, ...]:
         """UsageError if the prompt and a longest completion do not fit in a row."""
-        tokens = self._tokens(json.dumps(problem.prompt, default=dict))
+        tokens = self._tokens(json.dumps(messages(problem, self._config.task), default=dict))
         rows, longest = self._config.batch.row_tokens, self._config.sampling.max_tokens
         if not tokens or len(tokens) + longest > rows:
             raise UsageError(
@@ -50,5 +50,5 @@ class Prompts:
             )
         return tokens
 
-    def _tokenise(self, prompt: str) -> tuple[int, ...]:
-        return tuple(prompt_tokens(Problem("", json.loads(prompt)), self._config.task, self._tokenizer))
+    def _tokenise(self, chat: str) -> tuple[int, ...]:
+        return tuple(chat_tokens(json.loads(chat), self._config.task, self._tokenizer))

@@ -2,6 +2,7 @@
 
 import time
 
+from grpo_jax.adapters.names import parse_policy
 from grpo_jax.config.schema import Fleet
 from grpo_jax.errors import RunFailed
 from grpo_jax.rollouts.admission import Ticket
@@ -23,10 +24,11 @@ class RunWatch:
 
     Attributes:
       drops: what the learner will never train, with its reasons.
+      policies: version → name of all that may be named now; only if they are followed.
     """
 
-    def __init__(self, run: Bucket, fleet: Fleet):
-        self._fleet = fleet
+    def __init__(self, run: Bucket, fleet: Fleet, *, follow_policies: bool = False):
+        self._fleet, self._follow_policies = fleet, follow_policies
         self._run = RecordReader(run, layout.RUN)
         self._state = RecordReader(run, layout.LEARNER_STATE)
         self._policy = RecordReader(run, layout.POLICY)
@@ -36,6 +38,7 @@ class RunWatch:
         self._first: tuple[int, int] | None = None
         self._reads = 0
         self.drops: dict[Ticket, str] = {}
+        self.policies: dict[int | None, str] = {}
 
     def read(self) -> None:
         """Reads the records; raises what the bucket raises."""
@@ -46,6 +49,8 @@ class RunWatch:
         if state is not self._state_record:
             self._state_record = state
             self.drops = _drops(state)
+        if self._follow_policies and (pointer := self._policy.read()) is not None:
+            self.policies = {parse_policy(name).version: name for name in pointer["window"]}
         if not self._reads:
             self._first = self._stamp
         self._reads += 1

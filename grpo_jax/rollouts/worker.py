@@ -21,7 +21,7 @@ from grpo_jax.rollouts.state import Previous, read_previous, record_body, record
 from grpo_jax.rollouts.threads import in_daemon_thread, until_it_works
 from grpo_jax.rollouts.watch import RunWatch
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.spool import SpoolWriter, group_ids
+from grpo_jax.storage.spool import SpoolReader, SpoolWriter, group_ids
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +84,8 @@ class _Worker:
         self._config, self._run, self._previous, self._client = config, run, previous, client
         self._problems = plugins.splits["train"]
         self._counters = previous.counters
-        scorer = Scorer(plugins.rewards, config.rollouts.reward_timeout_s)
-        self._drawer = Drawer(client, scorer, config.sampling, self._counters)
+        self._scorer = Scorer(plugins.rewards, config.rollouts.reward_timeout_s)
+        self._drawer = Drawer(client, self._scorer, config.sampling, self._counters)
         self._maker = GroupMaker(config, self._problems, plugins.prompts, client, self._drawer)
         self._evaluator = None
         if config.evaluation.samples:
@@ -96,8 +96,9 @@ class _Worker:
             groups_per_version=config.groups_per_version,
             total=0,
             max_redraws=config.rollouts.max_redraws,
+            exactly=config.staleness is not None,
         )
-        self._watch = RunWatch(run, config.fleet)
+        self._watch = RunWatch(run, config.fleet, follow_policies=config.staleness is not None)
         self._spool = SpoolWriter(run, worker_id)
         self._record = record_writer(run, worker_id, previous)
         self._poll_s = _LOCAL_POLL_S if run.is_local else _REMOTE_POLL_S
@@ -119,6 +120,7 @@ class _Worker:
             return result
         finally:
             await self._close({beat, live, *self._tasks})
+            self._scorer.close()
 
     async def _live(self) -> int:
         """From the wait for the run to its end."""
@@ -127,7 +129,10 @@ class _Worker:
             if self._watch.has_ended:
                 return EXIT_DONE
         in_spool = await until_it_works("listing the spool", group_ids, self._run)
-        self._admission.restore(_tickets(in_spool), self._watch.drops, self._previous.skipped)
+        versions: dict[Ticket, int] = {}
+        if self._config.staleness is not None:
+            versions = await until_it_works("reading the spool", _versions, self._run)
+        self._admission.restore(_tickets(in_spool), self._watch.drops, self._previous.skipped, versions)
         self._phase = "running"
         log.info("%d groups of this run are there already", self._admission.live)
         starting = asyncio.create_task(self._start_groups())
@@ -158,9 +163,12 @@ class _Worker:
     async def _start_groups(self) -> None:
         while True:
             policy, version = await self._client.current_policy()
-            ticket = None if self._watch.is_draining else self._admission.start(version)
-            if ticket is not None:
-                self._spawn(self._group(ticket, policy))
+            wanted = None if self._watch.is_draining else self._admission.next_version(version)
+            named = policy if wanted == version else self._watch.policies.get(wanted)
+            ticket = None if named is None else self._admission.start(version)
+            if ticket is not None and named is not None:
+                self._counters.named(named, time.time())
+                self._spawn(self._group(ticket, named))
                 continue
             if version == 0:
                 self._evaluate_base(policy)
@@ -262,6 +270,7 @@ class _Worker:
             redraws=admission.redraws,
             skipped=admission.skipped,
             epoch_size=len(self._problems),
+            scoring_slots=self._scorer.slots,
         )
 
     async def _close(self, tasks: set[asyncio.Task[Any]]) -> None:
@@ -273,6 +282,11 @@ class _Worker:
                 await in_daemon_thread(self._record.write, self._body())
         except Exception as error:
             log.warning("the worker's last record cannot be written: %r", error)
+
+
+def _versions(run: Bucket) -> dict[Ticket, int]:
+    """What the groups in the spool were sampled with."""
+    return {Ticket(group.id.index, group.id.attempt): group.version for group in SpoolReader(run).poll()}
 
 
 def _tickets(ids: list[str]) -> list[Ticket]:

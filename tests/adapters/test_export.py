@@ -44,7 +44,9 @@ def test_the_card(run: Bucket, tmp_path: Path) -> None:
     for expected in (
         f"# {synthetic.policy(10)}", "| Base model | `org/tiny` |", "| Run | `toy` |", "| Step | 10 of 10 |",
         "| LoRA | rank 8, alpha 16, scale 2 |", "`q_proj`, `v_proj`", "`experiments.tasks.addition:one_digit`",
-        "`experiments.rewards.numbers:last_integer`", "| Mean reward, first 3 steps | 0.28 |",
+        "`experiments.rewards.numbers:last_integer`", "| Batch | 4 prompts × 4 samples, staleness at most 1 |",
+        'AutoModelForCausalLM.from_pretrained("org/tiny")', "grpo-jax run config.yaml", "group_size: 4",
+        "| Mean reward, first 3 steps | 0.28 |",
         "| Mean reward, last 5 steps | 0.74 |", "| Held-out reward, base | 0.17 |",
         "| Held-out reward, this policy | 0.94 |", "| Versions | jax 0.10.2, python 3.11.7 |",
     ):  # fmt: skip
@@ -54,6 +56,12 @@ def test_the_card(run: Bucket, tmp_path: Path) -> None:
         "library_name": "peft",
         "tags": ["grpo", "grpo_jax", "lora", "reinforcement-learning"],
     }
+
+
+def test_the_card_hides_credentials(run: Bucket, tmp_path: Path) -> None:
+    card = (export_adapter(run, tmp_path / "adapter") / "README.md").read_text()
+    assert "OMP_NUM_THREADS" in card
+    assert "hf_abcdefgh" not in card
 
 
 def test_a_named_policy_is_described_by_its_own_steps(run: Bucket, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ REPO = Path(__file__).parents[2]
 # As the model cards or the safetensors headers on the Hub give them.
 PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
@@ -28,6 +29,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B": 4_022_468_096,
@@ -42,7 +44,7 @@ PUBLISHED = {
 
 
 def parsed(source, tmp_path, **changes):
-    return parse_config(tiny_config(source, tmp_path / "bucket", **changes), "test")
+    return parse_config(tiny_config(Path(source), tmp_path / "bucket", **changes), "test")
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def test_a_model_in_neither_place_is_said_to_be_in_neither(no_hub, tmp_path):
 
 def test_check_offline_needs_neither_network_nor_cache(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tiny_config("Qwen/Qwen2.5-1.5B", tmp_path / "bucket")))
+    path.write_text(yaml.safe_dump(tiny_config(Path("Qwen/Qwen2.5-1.5B"), tmp_path / "bucket")))
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XLA_FLAGS"))}
     done = subprocess.run(
         [sys.executable, "-m", "grpo_jax.cli", "check", str(path), "--offline", "--no-compile", "learner.mesh.fsdp=2"],

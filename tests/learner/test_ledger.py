@@ -124,3 +124,23 @@ def test_without_replacement_equal_rewards_are_taken_like_others():
     offer(ledger, EQUAL, UNEQUAL)
     assert [g.id.index for g in ledger.take(2, 1)] == [0, 1]
     assert ledger.drops == {}
+
+
+def test_an_exact_staleness_takes_groups_of_one_version_and_leaves_the_newer_ones_for_their_batch():
+    ledger = Ledger(max_staleness=2, exactly=True)
+    ledger.offer([group(0, 0), group(1, 1), group(2, 2), group(3, 1)])
+    assert [ledger.ready(version) for version in range(5)] == [1, 1, 1, 2, 1]
+    assert ledger.take(2, version=2) is None
+    assert [g.id.index for g in ledger.take(1, version=1)] == [0]  # v0 until version 2, the first that is two old
+    assert [g.id.index for g in ledger.take(2, version=3)] == [1, 3]
+    ledger.sweep(4, NAMES)
+    assert ledger.drops == {}
+    assert [g.id.index for g in ledger.take(1, version=4)] == [2]
+
+
+def test_what_an_exact_batch_had_no_place_for_is_stale_once_its_version_is_over():
+    ledger = Ledger(max_staleness=1, exactly=True)
+    ledger.offer([group(0, 1), group(1, 1)])
+    assert [g.id.index for g in ledger.take(1, version=2)] == [0]
+    ledger.sweep(3, NAMES)
+    assert ledger.drops == {"e000.i000001.a00": "stale"}

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.observability.rundata import RunData, load_run
-from grpo_jax.observability.summary import summarise, verdict
+from grpo_jax.observability.summary import summarise
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordWriter, canonical_json
@@ -80,18 +80,3 @@ def test_the_fleet_is_found_from_a_relative_path(tmp_path: Path, monkeypatch: py
     assert sorted(load_run(Path(synthetic.RUN), Bucket(synthetic.RUN)).replicas) == ["r0", "r1"]
     monkeypatch.chdir(tmp_path / synthetic.RUN)
     assert sorted(load_run(Path("."), Bucket(".")).replicas) == ["r0", "r1"]
-
-
-@pytest.mark.parametrize(
-    ("wait", "held", "start"),
-    [
-        (0.4, 0.01, "Generation is the bottleneck: the learner waited for rollouts 40 % of the time, rollouts were"),
-        (0.01, 0.6, "The learner is the bottleneck"),
-        (0.4, 0.5, "Learner and generators take turns"),
-        (0.02, 0.03, "Learner and generators are in balance"),
-        (None, 0.5, "Too little is recorded"),
-        (0.5, None, "Too little is recorded"),
-    ],
-)
-def test_the_verdict_follows_the_numbers(wait: float | None, held: float | None, start: str) -> None:
-    assert verdict(wait, held).startswith(start)

@@ -46,7 +46,7 @@ class ScriptedProxy:
 
     Attributes:
       script: called with each completions request; None means the ordinary answer. A test may replace it at any time.
-      requests: all completions requests, in order; `headers` theirs.
+      requests: all completions requests, in order; `headers` theirs, `policy_headers` those of questions for a policy.
     """
 
     def __init__(self, current: str | None = None):
@@ -56,9 +56,13 @@ class ScriptedProxy:
         self.policy_reply: Reply | None = None
         self.requests: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.policy_requests = 0
+        self.policy_headers: list[Any] = []
         self.port = 0
         self._runner: web.AppRunner | None = None
+
+    @property
+    def policy_requests(self) -> int:
+        return len(self.policy_headers)
 
     @property
     def url(self) -> str:
@@ -95,7 +99,7 @@ class ScriptedProxy:
             await runner.cleanup()
 
     async def _policy(self, request: web.Request) -> web.Response:
-        self.policy_requests += 1
+        self.policy_headers.append(request.headers.copy())
         if self.policy_reply is not None:
             return _response(self.policy_reply)
         if self.current is None:

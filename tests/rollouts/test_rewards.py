@@ -6,7 +6,7 @@ import pytest
 
 from grpo_jax.config.schema import Reward as RewardConfig
 from grpo_jax.errors import UsageError
-from grpo_jax.rollouts.rewards import Completion, load_rewards, read_value, read_values
+from grpo_jax.rollouts.rewards import Completion, load_rewards, missing_packages, read_value, read_values
 
 
 def config(name: str, **keys: Any) -> RewardConfig:
@@ -54,21 +54,21 @@ def test_a_batch_of_answers_has_one_for_each_completion() -> None:
 def test_a_reward_gets_the_completion_and_its_args() -> None:
     (reward,) = load_rewards([config("length", args={"scale": 0.5})])
     assert not reward.batched
-    assert reward.call(completion()) == 1.0
+    assert reward.call([completion()]) == 1.0
 
 
 def test_a_trl_style_reward_gets_lists_in_trl_s_shapes() -> None:
     (reward,) = load_rewards([config("trl", args={"bonus": 100})])
     assert reward.batched
-    assert reward.call_batch([completion("abc"), completion("")]) == [3 + 2 + 10 + 100, 0 + 2 + 10 + 100]
+    assert reward.call([completion("abc"), completion("")]) == [3 + 2 + 10 + 100, 0 + 2 + 10 + 100]
     # A conversation's completion is a list of one message.
     chat = [{"role": "user", "content": "p"}]
-    assert reward.call_batch([completion("abc", prompt=chat)]) == [1 + 2 + 10 + 100]
+    assert reward.call([completion("abc", prompt=chat)]) == [1 + 2 + 10 + 100]
 
 
 def test_a_trl_style_reward_without_kwargs_gets_what_it_names() -> None:
     (reward,) = load_rewards([config("trl_few")])
-    assert reward.call_batch([completion()]) == [1.0]
+    assert reward.call([completion()]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,35 @@ def test_a_wrong_source_or_args_names_the_key(bad: RewardConfig, message: str) -
         load_rewards([config("length"), bad])
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_a_group_level_reward_sees_all_completions_of_the_prompt() -> None:
+    (reward,) = load_rewards([config("rank")])
+    assert reward.batched
+    group = [completion(answer=3), completion(answer=1)]
+    assert [v.value for v in reward.read(reward.call(group), 2)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("<think>\nhm\n</think>\n\nIt is 4.", "hm", "It is 4."),
+        ("hm</think>4", "hm", "4"),  # the chat template opened it
+        ("<think>still", "still", ""),
+        ("It is 4. ", None, "It is 4. "),
+        ("a</think>b</think>c", "a", "b</think>c"),
+        ("I <think> so", None, "I <think> so"),
+        ("", None, ""),
+    ],
+)
+def test_the_thinking_part_is_told_from_the_answer(text: str, thinking: str | None, answer: str) -> None:
+    found = completion(text)
+    assert (found.thinking, found.answer_text) == (thinking, answer)
+
+
+def test_modules_that_a_reward_needs_and_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rollouts.toys.length.requires", ("json", "no_such_module"), raising=False)
+    rewards = load_rewards([config("rank"), config("length")])
+    assert missing_packages(rewards) == [
+        "rewards.1.source: tests.rollouts.toys:length needs the Python module no_such_module, which is not installed"
+    ]

@@ -132,3 +132,18 @@ def test_cancelling_the_scoring_cancels_it_and_is_no_failure_of_the_reward(caplo
 
     asyncio.run(run())
     assert not caplog.records
+
+
+def test_a_reward_may_have_a_time_of_its_own() -> None:
+    scores = score(
+        {"source": "length"}, {"source": "hangs", "timeout_s": 0.05}, {"source": "async_hangs", "timeout_s": 0.05}
+    )
+    assert [s.parts["length"] for s in scores] == [3.0, 3.0]
+    assert "timeout_s of the reward hangs = 0.05 s" in scores[0].errors[0]
+    assert "timeout_s of the reward async_hangs = 0.05 s" in scores[0].errors[1]
+    assert scores[0].seconds["hangs"] >= 0.05
+
+
+def test_a_group_level_reward_is_called_once_for_a_prompt() -> None:
+    scores = score({"source": "rank"}, answers=(5, 3, 4))
+    assert [s.reward for s in scores] == [2.0, 0.0, 1.0]

@@ -42,6 +42,18 @@ def test_equal_ids_with_different_prompts_are_not_mixed_up(make_config: Callable
     assert prompts.tokens(Problem("a", "word1")) is prompts.tokens(Problem("b", "word1"))
 
 
+def test_examples_are_turns_of_the_chat_and_part_of_what_is_remembered(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    prompts = Prompts(make_config(), tokenizer)
+    turns = [{"role": "user", "content": "word2 ?"}, {"role": "assistant", "content": "word3"}]
+    with_examples, without = Problem("a", "word1 ?", examples=turns), Problem("a", "word1 ?")
+    assert words(prompts.tokens(with_examples)) == (
+        "<user> word2 ? <eos> <assistant> word3 <eos> <user> word1 ? <eos> <assistant>"
+    )
+    assert words(prompts.tokens(without)) == "<user> word1 ? <eos> <assistant>"
+
+
 @pytest.mark.parametrize(("row_tokens", "fits"), [(10, True), (9, False)])
 def test_a_prompt_that_does_not_fit_with_its_completion_names_task_and_problem(
     make_config: Callable[..., Config], tokenizer: Any, row_tokens: int, fits: bool

@@ -2,7 +2,13 @@
 
 import asyncio
 import math
+import os
+import re
+import tempfile
 import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_jax.rollouts.rewards import Completion
@@ -88,6 +94,48 @@ def trl(completions: list[Any], answer: list[Any], hint: list[int], **kwargs: An
 
 def trl_few(completions: list[str]) -> list[float]:
     return [1.0]
+
+
+def rank(group: Sequence[Completion]) -> list[float]:
+    return [float(sorted(c.answer for c in group).index(c.answer)) for c in group]
+
+
+def process_id(completion: Completion) -> float:
+    return float(os.getpid())
+
+
+def spins_for(completion: Completion, problem: int) -> float:
+    while completion.answer == problem:
+        pass
+    return process_id(completion)
+
+
+def dies_for(completion: Completion, problem: int) -> float:
+    if completion.answer == problem:
+        os._exit(3)
+    return 1.0
+
+
+def raises_or_process_id(completion: Completion, problem: int) -> float:
+    return process_id(completion) * raises_for(completion, problem)
+
+
+def waits_for_another(completion: Completion) -> float:
+    """Each of two calls, of answers 0 and 1, waits until the other is at work, too."""
+    folder = Path(tempfile.gettempdir())
+    mine, other = (folder / f"toys-{os.getppid()}-{n}" for n in (completion.answer, 1 - completion.answer))
+    mine.touch()
+    try:
+        while not other.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+    finally:
+        mine.unlink()
+    return 1.0
+
+
+def matches_for_ever(completion: Completion) -> float:
+    return float(re.fullmatch("(a+)+", "a" * 64 + "b") is not None)
 
 
 not_callable = 3
