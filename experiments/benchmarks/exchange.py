@@ -71,8 +71,8 @@ def measure(config: Config, arguments: argparse.Namespace, folder: Path) -> Meas
         fleet.wait_until_started()
         print(f"{arguments.replicas} replicas serve v0 after {time.monotonic() - started:.0f} s", flush=True)
         out = folder / "load.npz"
-        load = LoadProcess(fleet.url, out, arguments.concurrency, arguments.new_tokens)
-        fleet.wait(lambda: _heard(load).running, _RUN_S, "a token of every completion")
+        load = streams = LoadProcess(fleet.url, out, arguments.concurrency, arguments.new_tokens)
+        fleet.wait(lambda: _heard(streams).running, _RUN_S, "a token of every completion")
         time.sleep(_QUIET_S)
         for version in range(1, arguments.publishes + 1):
             served, span = _publish(version, learner, fleet, load, found)

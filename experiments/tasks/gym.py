@@ -1,10 +1,10 @@
 """Procedurally generated problems from the package `reasoning-gym`, by the generator's name."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 from grpo_jax.errors import UsageError
-from grpo_jax.rollouts.tasks import Problem
+from grpo_jax.rollouts.tasks import LazyProblems, Problem
 
 # Generators seed item i with seed + i: so far apart, the items of two splits are never the same.
 _EVAL_SEED_OFFSET = 1_000_000_007
@@ -23,7 +23,7 @@ def generated(
     return splits
 
 
-class Generated(Sequence[Problem]):
+class Generated(LazyProblems):
     """Problems that are generated when they are asked for, always the same at the same place."""
 
     def __init__(self, name: str, size: int, seed: int, settings: dict[str, Any]):
@@ -40,16 +40,6 @@ class Generated(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Problem]:
-        return (self[i] for i in range(len(self)))
-
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
+    def make(self, place: int) -> Problem:
         entry = self._entries[place]
         return Problem(f"{self._name}-{place}", entry["question"], entry["answer"], dict(entry["metadata"]))

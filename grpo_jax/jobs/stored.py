@@ -12,8 +12,8 @@ import fsspec
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.models.source import resolve_config
+from grpo_jax.rollouts.drawing import completion_of
 from grpo_jax.rollouts.rewards import Completion
-from grpo_jax.rollouts.sample import Sample
 from grpo_jax.rollouts.tasks import Problem, load_task
 from grpo_jax.rollouts.tokenizer import load_tokenizer
 from grpo_jax.storage.bucket import Bucket, BucketError
@@ -116,7 +116,7 @@ def _from_run(config: Config, on: str) -> Stored:
     for group in sorted(groups, key=lambda group: group.id):
         known = problems.get(group.provenance.problem_id)
         problem = known or Problem(group.provenance.problem_id, "", group.provenance.answer)
-        completions = [_of(problem, sample) for sample in group.samples if sample.finish_reason != "failed"]
+        completions = [completion_of(problem, sample) for sample in group.samples if sample.finish_reason != "failed"]
         if completions:
             stored.groups.append(StoredGroup(f"{group.id} ({problem.id})", completions))
     missing = {group.provenance.problem_id for group in groups} - problems.keys()
@@ -126,17 +126,6 @@ def _from_run(config: Config, on: str) -> Stored:
             "rewards see the recorded answer, but neither prompt nor metadata"
         )
     return stored
-
-
-def _of(problem: Problem, sample: Sample) -> Completion:
-    return Completion(
-        text=sample.text,
-        tokens=sample.tokens.tolist(),
-        prompt=problem.prompt,
-        answer=problem.answer,
-        metadata=problem.metadata,
-        finish_reason=sample.finish_reason,
-    )
 
 
 def _problems(config: Config, wanted: Iterable[str]) -> dict[str, Problem]:

@@ -39,7 +39,7 @@ class Drawer:
         answer = await self._answer(prompt, policy, n, seed)
         choices = [choice for choice in answer.choices if choice is not None]
         began = time.monotonic()
-        scores = await self._scorer.score([_completion(problem, choice) for choice in choices])
+        scores = await self._scorer.score([completion_of(problem, choice) for choice in choices])
         self._counters.scoring_s += len(choices) * (time.monotonic() - began)
         self._counters.reward_failures += sum(len(score.errors) for score in scores)
         samples, failures, remaining = [], list(answer.failures), iter(scores)
@@ -64,14 +64,15 @@ class Drawer:
         return answer
 
 
-def _completion(problem: Problem, choice: Choice) -> Completion:
+def completion_of(problem: Problem, sampled: Choice | Sample) -> Completion:
+    """What rewards see of it."""
     return Completion(
-        text=choice.text,
-        tokens=choice.tokens.tolist(),
+        text=sampled.text,
+        tokens=sampled.tokens.tolist(),
         prompt=problem.prompt,
         answer=problem.answer,
         metadata=problem.metadata,
-        finish_reason=choice.finish_reason,
+        finish_reason=sampled.finish_reason,
     )
 
 

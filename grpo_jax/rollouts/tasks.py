@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -131,14 +132,12 @@ def _turns(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-class _FewShot(Sequence[Problem]):
-    """Problems with examples before them, made when they are asked for."""
+class LazyProblems(Sequence[Problem], ABC):
+    """Problems that are made when they are asked for."""
 
-    def __init__(self, problems: Sequence[Problem], examples: Callable[[Problem], Sequence[Message]]):
-        self._problems, self._examples = problems, examples
-
-    def __len__(self) -> int:
-        return len(self._problems)
+    @abstractmethod
+    def make(self, place: int) -> Problem:
+        """The problem at 0 <= place < len."""
 
     def __iter__(self) -> Iterator[Problem]:
         return (self[i] for i in range(len(self)))
@@ -150,5 +149,18 @@ class _FewShot(Sequence[Problem]):
     def __getitem__(self, index: int | slice) -> Problem | Sequence[Problem]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        problem = self._problems[index]
+        return self.make(range(len(self))[index])
+
+
+class _FewShot(LazyProblems):
+    """Problems with examples before them."""
+
+    def __init__(self, problems: Sequence[Problem], examples: Callable[[Problem], Sequence[Message]]):
+        self._problems, self._examples = problems, examples
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def make(self, place: int) -> Problem:
+        problem = self._problems[place]
         return replace(problem, examples=[*problem.examples, *self._examples(problem)])
