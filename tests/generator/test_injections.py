@@ -67,7 +67,8 @@ def test_the_same_mistake_in_probe_and_policies_proves_nothing(served, mistake):
 
 
 def test_a_right_adapter_is_proved_and_the_base_is_what_it_was(served):
-    served.good = served.next(served.tree())
+    # As far from the base as training takes it: bfloat16's rounding grows with that, and the others are much further.
+    served.good = served.next(served.learner.version(served.following, size=0.02))
     assert served.agent.proved(served.good)["quarantined"] == {}
     tokens = served.learner.tokens.tolist()
     expected = served.learner.logprobs(served.learner.version(1000, size=0.0))
