@@ -38,14 +38,18 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def judge(status: int, body: bytes, policy: str) -> bool:
-    """True: `body` is a completion of `policy`. False: an error that belongs to the request. Else ReplicaFault."""
+def judge(status: int, body: bytes, policy: str, with_tokens: bool = False) -> bool:
+    """True: `body` is a completion of `policy`. False: an error that belongs to the request. Else ReplicaFault.
+
+    `with_tokens`: the request has asked for token ids.
+    """
     try:
         payload = parse_json(body)
     except ValueError:
         raise ReplicaFault(f"answered {status} without JSON") from None
     if status == 200:
         check_completion(payload, policy)
+        _check_tokens(payload["choices"], with_tokens)
         return True
     if _is_error(payload):
         if status in _REQUEST_ERRORS:
@@ -62,6 +66,23 @@ def check_completion(payload: Any, policy: str) -> None:
         raise ReplicaFault("answered 200 without choices")
     if payload.get("model") != policy:
         raise ReplicaFault(f"answered under another model name than {policy}")
+
+
+def _check_tokens(choices: list[Any], asked: bool) -> None:
+    """ReplicaFault if tokens are missing that were asked for, or if there are not as many log-probabilities.
+
+    A replica that answers such things is fast, and would attract all that it spoils.
+    """
+    for choice in choices:
+        tokens = choice.get("token_ids") if isinstance(choice, dict) else None
+        if not isinstance(tokens, list):
+            if asked:
+                raise ReplicaFault("answered without token ids")
+            continue
+        given = choice.get("logprobs")
+        logprobs = given.get("token_logprobs") if isinstance(given, dict) else None
+        if isinstance(logprobs, list) and len(tokens) != len(logprobs):
+            raise ReplicaFault("answered with another number of log-probabilities than of tokens")
 
 
 def _is_error(payload: Any) -> bool:

@@ -96,7 +96,7 @@ class Forwarder:
                 body = await answer.body()
             finally:
                 answer.close()
-            good = judge(answer.status, body, policy)
+            good = judge(answer.status, body, policy, call.fields.get("return_token_ids") is True)
             if good:
                 self._succeeded(lease)
             else:

@@ -102,3 +102,19 @@ def test_other_addresses_are_refused_without_being_quoted(text: str) -> None:
 def test_the_token_goes_to_listed_https_hosts_only(url: str, allowed: bool) -> None:
     assert may_be_sent_token(URL(url), ["*.hf.jobs"]) == allowed
     assert not may_be_sent_token(URL(url), [])
+
+
+@pytest.mark.parametrize("logprobs", [[], [-1.0], [-1.0, -2.0, -3.0]])
+def test_another_number_of_log_probabilities_than_of_tokens_is_a_fault(logprobs: list[float]) -> None:
+    choice = {"index": 0, "text": "12", "token_ids": [1, 2], "logprobs": {"token_logprobs": logprobs}}
+    with pytest.raises(ReplicaFault, match="another number"):
+        judge(200, json.dumps(completion(V0, choices=[choice])).encode(), V0)
+
+
+def test_what_was_not_asked_for_is_not_missed() -> None:
+    for logprobs in (None, {"token_logprobs": [-1.0, -2.0]}, {"content": []}):
+        choice = {"index": 0, "text": "12", "token_ids": None, "logprobs": logprobs}
+        body = json.dumps(completion(V0, choices=[choice])).encode()
+        assert judge(200, body, V0)
+        with pytest.raises(ReplicaFault, match="without token ids"):
+            judge(200, body, V0, with_tokens=True)
