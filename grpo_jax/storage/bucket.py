@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 10.0
-_DENIED_ATTEMPTS = 3
-"""Stores refuse for a moment while a token is renewed: only after so many tries, in under a second, is denied final."""
+_DENIED_ATTEMPTS, _DENIED_S = 3, 5.0
+"""Stores refuse for a moment while a token is renewed: denied is final only after so many tries and so much time."""
 
 _HOPELESS = (TooLarge, TypeError, AttributeError, NotImplementedError, ImportError, MemoryError)
 _HOPELESS_ERRNO = {
@@ -167,7 +167,7 @@ class Bucket:
             except Exception as error:
                 wait_s = random.uniform(0.0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempts - 1, 20)))
                 spent_s = time.monotonic() - started
-                if _is_final(error, attempts) or spent_s + wait_s >= self.limits.total_s:
+                if _is_final(error, attempts, spent_s) or spent_s + wait_s >= self.limits.total_s:
                     # The cause is in the message; as a context it would carry its secrets into every traceback.
                     raise self._error(verb, key, attempts, spent_s, error) from None
                 log.info("%s %s in %s is tried again: %s", verb, key, self.address, _told(error))
@@ -179,11 +179,11 @@ class Bucket:
         return ObjectTooLarge(message) if isinstance(cause, TooLarge) else BucketError(message)
 
 
-def _is_final(error: Exception, attempts: int) -> bool:
+def _is_final(error: Exception, attempts: int, spent_s: float) -> bool:
     """Whether no further attempt can help."""
     status = _http_status(error)
     if isinstance(error, PermissionError) or status in (401, 403):
-        return attempts >= _DENIED_ATTEMPTS
+        return attempts >= _DENIED_ATTEMPTS and spent_s >= _DENIED_S
     if status is not None and 400 <= status < 500:
         return status not in _PASSING_STATUS
     return isinstance(error, _HOPELESS) or (isinstance(error, OSError) and error.errno in _HOPELESS_ERRNO)

@@ -55,8 +55,9 @@ class Buckets:
         )
 
     async def _batch(self, request: web.Request) -> web.Response:
-        files, failed = self._files(request), []
+        # The whole body first: between the reading of the index and its saving nobody else may have a turn.
         lines = (await request.read()).splitlines()
+        files, failed = self._files(request), []
         for operation in map(json.loads, lines):
             path = operation["path"]
             if operation["type"] == "addFile":
@@ -70,8 +71,9 @@ class Buckets:
         return web.json_response({"failed": failed}, status=422 if len(failed) == len(lines) else 200)
 
     async def _paths_info(self, request: web.Request) -> web.Response:
+        paths = (await request.json())["paths"]
         files = self._files(request)
-        return web.json_response([files[path] for path in (await request.json())["paths"] if path in files])
+        return web.json_response([files[path] for path in paths if path in files])
 
     async def _tree(self, request: web.Request) -> web.Response:
         """Pages of entries whose path begins with the prefix, be it in the middle of a name."""

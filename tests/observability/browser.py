@@ -4,7 +4,9 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -49,16 +51,17 @@ def look(page: Path, *, width: int, dark: bool, height: int = 900) -> Look:
     """Opens a local page in a window of that size, all of its <details> open."""
     browser = chromium()
     assert browser is not None
-    with tempfile.TemporaryDirectory(prefix="chromium-") as home:
+    # Its helpers end a little later than the browser itself, and may write until then.
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as home:
         argv = [
             browser, "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={home}", "--no-sandbox",
             "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars", "about:blank",
         ]  # fmt: skip
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             return asyncio.run(_look(Path(home), process, page, width, height, dark))
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def many(bucket: Bucket) -> None:
     assert bucket.list("w") == names
     bucket.delete_folder("w")
     assert bucket.list() == []
+
+
+def side_by_side(bucket: Bucket) -> None:
+    """No write is lost to one that goes on beside it."""
+    keys = [f"{i}" for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: bucket.put(key, key.encode() * 1000), keys))
+    assert bucket.list() == sorted(keys)
+    assert all(bucket.read(key) == key.encode() * 1000 for key in keys)
 
 
 def sizes(bucket: Bucket) -> None:
@@ -137,7 +147,8 @@ def write(bucket: Bucket) -> None:
 
 
 CHECKS = {
-    f.__name__: f for f in (verbs, many, sizes, publish, spool, checkpoint, no_such_bucket, denied, follow, write)
+    f.__name__: f
+    for f in (verbs, many, side_by_side, sizes, publish, spool, checkpoint, no_such_bucket, denied, follow, write)
 }
 
 

@@ -116,6 +116,7 @@ def test_how_often_a_failing_call_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int
 ) -> None:
     monkeypatch.setattr("grpo_jax.storage.bucket._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("grpo_jax.storage.bucket._DENIED_S", 0.0)
     bucket, calls = Bucket(str(tmp_path)), []
 
     def read(path: str, limit: int) -> bytes:
@@ -131,3 +132,19 @@ def test_how_often_a_failing_call_is_tried(
         with pytest.raises(BucketError):
             bucket.read("x")
     assert len(calls) == attempts
+
+
+def test_a_store_that_denies_for_a_moment_is_asked_until_it_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, calls = Bucket(str(tmp_path)), []
+
+    def read(path: str, limit: int) -> bytes:
+        calls.append(path)
+        if len(calls) < 5:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return b"at last"
+
+    monkeypatch.setattr("grpo_jax.storage.bucket._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(bucket._store, "read", read)
+    assert bucket.read("x") == b"at last"

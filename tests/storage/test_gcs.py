@@ -43,7 +43,8 @@ def gcs() -> Iterator[Gcs]:
 
 
 @pytest.mark.parametrize(
-    "check", ["verbs", "many", "sizes", "publish", "spool", pytest.param("checkpoint", marks=pytest.mark.slow)]
+    "check",
+    ["verbs", "many", "side_by_side", "sizes", "publish", "spool", pytest.param("checkpoint", marks=pytest.mark.slow)],
 )
 def test_a_bucket_of_google(gcs: Gcs, check: str) -> None:
     run_check(check, gcs.bucket(), gcs.env)

@@ -41,7 +41,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @pytest.mark.parametrize(
-    "check", ["verbs", "many", "sizes", "publish", "spool", pytest.param("checkpoint", marks=pytest.mark.slow)]
+    "check",
+    ["verbs", "many", "side_by_side", "sizes", "publish", "spool", pytest.param("checkpoint", marks=pytest.mark.slow)],
 )
 def test_a_bucket_of_the_hub(hub: Hub, check: str) -> None:
     run_check(check, hub.bucket(), hub.env)
