@@ -10,6 +10,7 @@ on one after the other, resume. Then the publisher alone, into a bucket that tak
 - *gap*: from one token of a completion to its next, as the client sees it; `load` are those in the time from `submit`
   until every replica has proved the version, and those of pauses count in neither.
 - *silence*: the longest time without a token of any completion, around one publish of either kind.
+- *held*: what the generators hold after each tenth of the publishes: memory, file descriptors, adapters on disk.
 
 With --json the last line is one JSON object.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.benchmarks.exchange_fleet import Fleet, LoadProcess, pause_load_resume, unload
+from experiments.benchmarks.exchange_fleet import Fleet, Held, LoadProcess, pause_load_resume, unload
 from experiments.benchmarks.exchange_gaps import Span, gaps_of, histogram, silence_ms
 from experiments.benchmarks.exchange_learner import PublishingLearner
 from experiments.benchmarks.exchange_load import PROMPT_TOKENS
@@ -55,6 +56,7 @@ class Measured:
     served_idle: list[float] = field(default_factory=list)
     publishes: list[Span] = field(default_factory=list)
     pauses: list[Span] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     t: np.ndarray = field(default_factory=lambda: np.zeros(0))
     completion: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
 
@@ -79,6 +81,7 @@ def measure(config: Config, arguments: argparse.Namespace, folder: Path) -> Meas
             found.served.append(served)
             found.publishes.append(span)
             time.sleep(_SETTLE_S)
+            found.held.append(fleet.held())
             if version % 2 == 0:
                 _pause(version, learner, fleet, load, found, folder, arguments.concurrency)
                 time.sleep(_SETTLE_S)
@@ -162,6 +165,12 @@ def report(found: Measured) -> dict[str, float | None]:
         numbers = "".join("        -" if x is None else f"{x:9.1f}" for x in (*_percentiles(values), _max(values)))
         print(f"{name:36}{numbers}{len(values):8d}")
     print(histogram({"plain": plain, "load": load, "pause": gaps.ms[paused]}))
+    for i in sorted({round(x) for x in np.linspace(0, len(found.held) - 1, 11)}):
+        held = found.held[i]
+        print(
+            f"held after {i + 1} publishes: {held.rss_mb:,.0f} MB, {held.descriptors} file descriptors, "
+            f"{held.adapters} adapters on disk"
+        )
     values = list(rows.values())
     (stall, stall_99), (slow, slow_99) = _percentiles(values[0]), _percentiles(values[1])
     return {
@@ -175,12 +184,19 @@ def report(found: Measured) -> dict[str, float | None]:
         "decode_gap_ms_p50": _percentiles(plain)[0],
         "decode_gap_ms_p99": _percentiles(plain)[1],
         "decode_gap_load_ms_p99": _percentiles(load)[1],
+        "held_mb_growth": _growth([held.rss_mb for held in found.held]),
     }
 
 
 def _percentiles(values: np.ndarray) -> tuple[float | None, float | None]:
     """(median, 99th percentile); None without values."""
     return (None, None) if not len(values) else (float(np.percentile(values, 50)), float(np.percentile(values, 99)))
+
+
+def _growth(values: list[float]) -> float | None:
+    """From the second tenth of the values to the last, as medians: the first has what is allocated once."""
+    tenth = len(values) // 10
+    return float(np.median(values[-tenth:]) - np.median(values[tenth : 2 * tenth])) if tenth else None
 
 
 def _max(values: np.ndarray) -> float | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.benchmarks.peers.watch import tree_descriptors, tree_rss
 from grpo_jax.config.schema import Config
 from grpo_jax.generator.process import free_port
 from grpo_jax.generator.vllm import on_cpu
@@ -32,6 +33,16 @@ _LOOK_S = 0.005
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+@dataclass(frozen=True)
+class Held:
+    """What all generators (agents, servers and their children) hold at one time."""
+
+    rss_mb: float
+    descriptors: int
+    adapters: int
+    """Folders of adapters on their disks."""
+
+
 class Fleet:
     """Generators `r0`, `r1`, … and a proxy, each role a process as a launcher starts it."""
 
@@ -47,6 +58,7 @@ class Fleet:
         for i in range(replicas):
             command = role_command("generator", "--config", str(file), "--id", f"r{i}", "--dir", str(folder / f"r{i}"))
             self._processes.append(Process(command, folder / f"r{i}.log", cpus=cores[i]))
+        self._folders = [folder / f"r{i}" / "adapters" for i in range(replicas)]
         bucket, name = Bucket(config.bucket), config.fleet_name
         self._records = [RecordReader(bucket, layout.replica(name, f"r{i}")) for i in range(replicas)]
 
@@ -63,6 +75,14 @@ class Fleet:
 
         self.wait(proved, wait_s, f"version {version} on every replica")
         return time.monotonic()
+
+    def held(self) -> Held:
+        pids = [process.pid for process in self._processes[1:]]
+        return Held(
+            sum(map(tree_rss, pids)) / 1e6,
+            sum(map(tree_descriptors, pids)),
+            sum(len([path for path in folder.iterdir() if path.is_dir()]) for folder in self._folders),
+        )
 
     def wait_until_started(self) -> None:
         self.wait_until_proved(0, _START_S)

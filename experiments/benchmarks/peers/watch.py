@@ -45,6 +45,22 @@ class MemoryPeak:
 
 def tree_rss(root: int) -> int:
     """Bytes of resident memory of a process and its descendants, from Linux's /proc; those that have gone count 0."""
+    return sum(_tree(root).values())
+
+
+def tree_descriptors(root: int) -> int:
+    """Open file descriptors of a process and its descendants; those that have gone count 0."""
+    count = 0
+    for pid in _tree(root):
+        try:
+            count += len(os.listdir(f"/proc/{pid}/fd"))
+        except OSError:
+            continue
+    return count
+
+
+def _tree(root: int) -> dict[int, int]:
+    """Of a process and its descendants, the resident bytes by pid."""
     children, rss = defaultdict(list), {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -56,12 +72,12 @@ def tree_rss(root: int) -> int:
             continue
         children[int(fields[1])].append(int(entry))
         rss[int(entry)] = int(fields[21]) * _PAGE
-    total, found = 0, [root]
+    tree, found = {}, [root]
     while found:
         pid = found.pop()
-        total += rss.get(pid, 0)
+        tree[pid] = rss.get(pid, 0)
         found += children[pid]
-    return total
+    return tree
 
 
 def watched(command: list[str], *, label: str, log: Path, folder: Path) -> Watched:
