@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from grpo_jax.config.schema import Config
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return arguments.command(arguments)
     except (UsageError, RunFailed) as error:
         print(f"grpo-jax: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, UsageError) else error.exit_code
     except KeyboardInterrupt:
         return EXIT_RESUMABLE
 
@@ -57,6 +57,28 @@ def _parser() -> argparse.ArgumentParser:
     sub = with_config(command("run", _run, "all roles on this machine; resumes a run that exists"))
     sub.add_argument("--dir", metavar="RUN", help="the run's directory (default: <bucket>/<run>)")
     sub.add_argument("--fresh", action="store_true", help="delete what there is of this run and start anew")
+    sub = command("launch", _launch, "all roles as jobs of the Hugging Face Hub; resumes a run that exists")
+    sub.add_argument("config", nargs="?", metavar="CONFIG|RUN", help="a YAML file; with --scale also a run's URL")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, e.g. generator.replicas=2")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--attach", metavar="RUN", help="look after a run that is going on: its URL, or its config")
+    how.add_argument("--scale", metavar="generators=N", help="of a run that is going on")
+    how.add_argument("--dry-run", action="store_true", help="print the jobs and what they cost; ask nobody anything")
+    how.add_argument("--detach", action="store_true", help="start the jobs and leave")
+    sub.add_argument(
+        "--on-interrupt",
+        choices=("ask", "detach", "cancel"),
+        default="ask",
+        help="what Ctrl-C does to the jobs (default: ask; where there is no terminal to ask, detach)",
+    )
+    sub.add_argument("--no-compile", action="store_true", help="do not compile the step to see what memory it takes")
+    sub.add_argument("--only", action="append", default=[], metavar="NAME", help="of a sweep: a run, or a glob")
+    for name, function, text in (
+        ("status", _status, "shows the jobs of a launched run, where it is and what it has cost"),
+        ("cancel", _cancel, "ends all jobs of a launched run"),
+    ):
+        sub = command(name, function, text)
+        sub.add_argument("run", metavar="RUN", help="the run's URL in its bucket, or its config")
     sub = with_config(command("check", _check, "validates a config and prints what it means; starts nothing"))
     sub.add_argument("--offline", action="store_true", help="fetch nothing; sizes come from configs/models")
     sub.add_argument(
@@ -81,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--policy", metavar="NAME", help="another than the last")
     sub.add_argument("--merge", action="store_true", help="the whole model, with the adapter merged into its weights")
     sub.add_argument("--public", action="store_true", help="a repository that is made for it is public, not private")
+    sub = command("explain", _explain, "says where one sample came from, which step trained it and what it weighed")
+    sub.add_argument("run", metavar="RUN", help="a run directory or its URL in a bucket")
+    sub.add_argument("sample", metavar="SAMPLE_ID", help="as `samples` shows it, e.g. e000.i000012.a00/3")
+    sub.add_argument("--json", action="store_true", help="for machines")
+    sub = command("replay", _replay, "trains a run again from its spool, offline, as it was or with another objective")
+    sub.add_argument("run", metavar="RUN", help="a run directory or its URL in a bucket")
+    sub.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="what is to differ, e.g. algorithm.loss=cispo or lora.rank=16"
+    )
+    sub.add_argument("--dir", metavar="NEW", help="directory of the new run (default: RUN-replay, beside the old one)")
     sub = command("diff", _diff, "says in what two runs differ: config, versions, metrics")
     sub.add_argument("runs", nargs=2, metavar="RUN", help="a run directory or its URL in a bucket")
     sub = with_config(command("sweep", _sweep, "runs what the section `sweep` of a config describes, one by one"))
@@ -106,7 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = role("generator", _generator, "one role alone: vLLM and its agent")
     sub.add_argument("--id", required=True, help="names this replica in the fleet")
     sub.add_argument("--dir", metavar="DIR", help="local directory for adapters and logs")
+    sub.add_argument("--host", help="where its server listens (default: generator.host)")
+    sub.add_argument("--port", type=int, help="default: generator.port")
     sub.add_argument("--url", help="under which the proxy reaches this replica (default: its own address)")
+    sub = role("trainer", _trainer, "learner, proxy and worker; generators are elsewhere, and come by the bucket")
+    sub.add_argument("--dir", metavar="RUN", help="local directory for what the bucket does not hold")
     sub = role("proxy", _proxy, "one role alone: one address for many replicas")
     sub.add_argument("--host")
     sub.add_argument("--port", type=int)
@@ -124,6 +160,27 @@ def _run(arguments: argparse.Namespace) -> int:
     if result.report is not None:
         print(f"report: {result.report.html_path}  picture: {result.report.png_path}")
     return result.exit_code
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.launch_commands import launch_command
+
+    _configure_logging("launch", logging.WARNING)
+    return launch_command(arguments)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.huggingface import status
+
+    _configure_logging("status", logging.WARNING)
+    return status(arguments.run)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.huggingface import cancel
+
+    _configure_logging("cancel", logging.WARNING)
+    return cancel(arguments.run)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -204,6 +261,25 @@ def _export(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.explain import explain_sample
+    from grpo_jax.storage.bucket import Bucket
+
+    return explain_sample(Bucket(arguments.run), arguments.sample, as_json=arguments.json)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from grpo_jax.jobs.replay import replay_run
+    from grpo_jax.storage.bucket import Bucket
+
+    _configure_logging("replay", logging.INFO)
+    result = replay_run(Bucket(arguments.run), arguments.overrides, arguments.dir)
+    print(result.message, file=sys.stdout if result.exit_code == EXIT_DONE else sys.stderr)
+    if result.report is not None:
+        print(f"report: {result.report.html_path}  picture: {result.report.png_path}")
+    return result.exit_code
+
+
 def _diff(arguments: argparse.Namespace) -> int:
     from grpo_jax.observability.diff import compare_runs
     from grpo_jax.storage.bucket import Bucket
@@ -248,7 +324,10 @@ def _learner(arguments: argparse.Namespace) -> int:
     from grpo_jax.jobs.run import place
 
     config = _role_config(arguments, "learner")
-    config, run_dir = place(config, arguments.dir)
+    if arguments.bucket and arguments.dir:
+        run_dir = Path(arguments.dir).absolute()
+    else:
+        config, run_dir = place(config, arguments.dir)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -270,8 +349,19 @@ def _generator(arguments: argparse.Namespace) -> int:
     from grpo_jax.cache import cache_dir
     from grpo_jax.generator.agent import run_generator
 
+    said = {"host": arguments.host, "port": arguments.port}
+    update = {key: value for key, value in said.items() if value is not None}
+    config = config.model_copy(update={"generator": config.generator.model_copy(update=update)})
     work_dir = Path(arguments.dir) if arguments.dir else cache_dir() / "generators" / config.run / arguments.id
     return run_generator(config, arguments.id, work_dir, arguments.url)
+
+
+def _trainer(arguments: argparse.Namespace) -> int:
+    config = _role_config(arguments, "trainer")
+    from grpo_jax.cache import cache_dir
+    from grpo_jax.jobs.trainer import run_trainer
+
+    return run_trainer(config, Path(arguments.dir or cache_dir() / "runs" / config.run).absolute())
 
 
 def _proxy(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_RESUMABLE = 75  # sysexits.h EX_TEMPFAIL: interrupted, the same command goes on
+EXIT_TAKEN_OVER = 76  # of the role `learner` alone: another one goes on with the run, and this one must not come back
 
 
 class UsageError(Exception):
@@ -12,3 +13,5 @@ class UsageError(Exception):
 
 class RunFailed(Exception):
     """The run cannot go on. The message is one sentence that names the part and the cause."""
+
+    exit_code = EXIT_FAILED

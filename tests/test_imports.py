@@ -18,6 +18,9 @@ NO_JAX = (
     "grpo_jax.config",
     "grpo_jax.jobs.processes",
     "grpo_jax.jobs.local",
+    "grpo_jax.jobs.launch_commands",
+    "grpo_jax.jobs.huggingface",
+    "grpo_jax.jobs.trainer",
     "grpo_jax.observability",
     "grpo_jax.cli",
 )

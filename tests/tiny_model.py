@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.decoder import init_params
 from grpo_jax.models.layout import param_leaves
 
-HF_CONFIG = {
+HF_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 320,

@@ -13,8 +13,9 @@ from grpo_jax.adapters.peft import adapter_files
 from grpo_jax.adapters.publisher import AdapterSpec, Publisher
 from grpo_jax.config.schema import Config
 from grpo_jax.learner.engine import Engine
+from grpo_jax.learner.fence import claim_incarnation
 from grpo_jax.learner.probe import canary_tokens, probe_lora
-from grpo_jax.learner.records import Heartbeat, claim_incarnation
+from grpo_jax.learner.records import Heartbeat
 from grpo_jax.learner.setup import build_trainer
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket

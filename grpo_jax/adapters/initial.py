@@ -38,13 +38,15 @@ def initial_adapter(source: str, like: Mapping[str, Any], *, rank: int, scale: f
         _fetch(source, where, folder)
         try:
             config = json.loads((folder / layout.ADAPTER_CONFIG).read_bytes())
+            if not isinstance(config, dict):
+                raise ValueError("its config is no JSON object")
             _check(where, config, rank, scale)
             weights = folder / layout.ADAPTER_WEIGHTS  # in bfloat16 they can be read from a file only
             save_file({k: np.ascontiguousarray(v, np.float32) for k, v in load_file(weights).items()}, weights)
             tree, _ = read_adapter(folder, _layers(like))
         except AdapterError as error:
             raise UsageError(f"{where} does not fit this model: {str(error).partition(': ')[2]}") from None
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
             raise UsageError(f"{where} is no PEFT adapter ({error!r:.200})") from None
     _compare(where, tree, like)
     return tree
@@ -72,7 +74,7 @@ def _check(where: str, config: Mapping[str, Any], rank: int, scale: float) -> No
     if r != rank:
         raise UsageError(f"{where} has rank {r}, lora.rank is {rank}")
     theirs = alpha / (r**0.5 if config.get("use_rslora") else r)
-    if abs(theirs - scale) > 1e-6 * scale:
+    if not abs(theirs - scale) <= 1e-6 * scale:
         raise UsageError(f"{where} has scale {theirs:g}, lora.alpha, lora.rank and lora.rslora make it {scale:g}")
 
 

@@ -13,8 +13,12 @@ from grpo_jax.storage.records import canonical_json
 FILES = (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS)
 
 
+# Strict: a number that is a text, or none, is no number. (JSON has no NaN, but Python's readers take it.)
+_CHECKED = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
 class FileEntry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CHECKED
     size: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
@@ -22,17 +26,17 @@ class FileEntry(BaseModel):
 class Canary(BaseModel):
     """A short prompt and the raw log-probability of each of its tokens after the first, at temperature 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CHECKED
     tokens: list[int] = Field(min_length=2, max_length=32)
     logprobs: list[float]
 
 
 class Manifest(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _CHECKED
     name: str
     version: int | None  # None: the probe
-    step: int
-    rank: int
+    step: int = Field(ge=0)
+    rank: int = Field(ge=1)
     alpha: float
     scale: float
     targets: list[str]
@@ -53,7 +57,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 def read_manifest(run: Bucket, name: str) -> Manifest:
     """The checked manifest of `name`; AdapterError if it is not there or not sound."""
-    parse_policy(name)
+    named = parse_policy(name)
     key = layout.adapter(name, layout.MANIFEST)
     data = run.read_or_none(key)
     if data is None:
@@ -62,7 +66,8 @@ def read_manifest(run: Bucket, name: str) -> Manifest:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
         raise AdapterError(f"{key} is not a manifest: {error.errors()[0]['msg']}") from None
-    if manifest.name != name or set(manifest.files) != set(FILES):
+    is_named = (manifest.name, manifest.version) == (name, named.version) and manifest.digest.startswith(named.hex)
+    if not is_named or set(manifest.files) != set(FILES):
         raise AdapterError(f"{key} describes another adapter: name {manifest.name!r}, files {sorted(manifest.files)}")
     if len(manifest.canary.logprobs) != len(manifest.canary.tokens) - 1:
         raise AdapterError(f"{key}: the canary has {len(manifest.canary.logprobs)} log-probabilities")

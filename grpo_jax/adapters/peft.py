@@ -6,11 +6,13 @@ slices are copied: the safetensors writer stores a non-contiguous array as garba
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from grpo_jax.adapters.manifest import AdapterError
@@ -18,6 +20,9 @@ from grpo_jax.storage import layout
 from grpo_jax.storage.records import canonical_json
 
 _PREFIX = "base_model.model.model.layers"
+_KEY = re.compile(
+    rf"{re.escape(_PREFIX)}\.(?P<layer>0|[1-9][0-9]{{0,5}})\.(?P<module>[^.]+\.[^.]+)\.lora_(?P<factor>[AB])\.weight"
+)
 
 
 def modules(lora: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -58,23 +63,39 @@ def adapter_files(
 
 def read_adapter(folder: Path, num_layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """(LoRA tree of float32 arrays, adapter config) of a PEFT directory; AdapterError names what does not fit."""
-    config = json.loads((folder / layout.ADAPTER_CONFIG).read_bytes())
-    tensors = load((folder / layout.ADAPTER_WEIGHTS).read_bytes())
+    config, tensors = _read(folder)
     stacks: dict[str, dict[str, list[Any]]] = {}
     for key, tensor in tensors.items():
-        parts = key.removeprefix(f"{_PREFIX}.").split(".")
-        known = key.startswith(_PREFIX) and len(parts) == 5 and parts[0].isdigit() and parts[3] in ("lora_A", "lora_B")
-        if not known or int(parts[0]) >= num_layers:
+        match = _KEY.fullmatch(key)
+        if match is None or int(match["layer"]) >= num_layers:
             raise AdapterError(f"{folder.name}: {layout.ADAPTER_WEIGHTS} has the key {key!r}, which matches no module")
-        slots = stacks.setdefault(".".join(parts[1:3]), {"a": [None] * num_layers, "b": [None] * num_layers})
-        slots["a" if parts[3] == "lora_A" else "b"][int(parts[0])] = np.ascontiguousarray(tensor.T, np.float32)
+        if tensor.ndim != 2:
+            raise AdapterError(f"{folder.name}: {key} in {layout.ADAPTER_WEIGHTS} is no matrix")
+        slots = stacks.setdefault(match["module"], {"a": [None] * num_layers, "b": [None] * num_layers})
+        slots[match["factor"].lower()][int(match["layer"])] = np.ascontiguousarray(tensor.T, np.float32)
     tree: dict[str, Any] = {"layers": {}}
     for module, factors in stacks.items():
         if any(x is None for x in factors["a"] + factors["b"]):
             raise AdapterError(f"{folder.name}: {layout.ADAPTER_WEIGHTS} lacks layers of {module}")
+        if len({(a.shape, b.shape) for a, b in zip(factors["a"], factors["b"], strict=True)}) > 1:
+            raise AdapterError(f"{folder.name}: {module} in {layout.ADAPTER_WEIGHTS} has layers of several shapes")
+        if factors["a"][0].shape[1] != factors["b"][0].shape[0]:
+            raise AdapterError(f"{folder.name}: {module} in {layout.ADAPTER_WEIGHTS} has factors of two ranks")
         block, _, name = module.partition(".")
         tree["layers"].setdefault(block, {})[name] = {k: np.stack(v) for k, v in factors.items()}
     return tree, config
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        config = json.loads((folder / layout.ADAPTER_CONFIG).read_bytes())
+        tensors = load((folder / layout.ADAPTER_WEIGHTS).read_bytes())
+    # The reader of tensors raises errors of several kinds for a dtype that numpy does not have.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
+        raise AdapterError(f"{folder.name}: its files cannot be read: {error!r:.200}") from None
+    if not isinstance(config, dict):
+        raise AdapterError(f"{folder.name}: {layout.ADAPTER_CONFIG} holds no JSON object")
+    return config, tensors
 
 
 def update_norm(lora: Mapping[str, Any], scale: float) -> float:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,21 @@ class Publisher:
         canary_tokens: np.ndarray,
         to_host: Callable[[Any], Any],
         lineage: dict[int, str] | None = None,
+        pin: Callable[[int, Mapping[int, str]], str | None] | None = None,
     ):
+        """
+        Args:
+          lineage: version → name of what an earlier life has published.
+          pin: asked at each publish, with the version and the lineage: a policy that is to stay loaded beside the
+            window.
+        """
+        self._pin = pin
         self._bucket, self._spec, self._window, self._to_host = bucket, spec, window, to_host
         self._canary_tokens = [int(token) for token in canary_tokens]
         self._pointer = RecordWriter(bucket, layout.POLICY, incarnation)
         self._probe = ""
         self._pointed: Record | None = None
+        self._paced: frozenset[str] = frozenset()
         self.trouble: str | None = None
         """What the bucket last answered, while it does not take an adapter."""
         self.lineage: dict[int, str] = dict(lineage or {})
@@ -130,11 +139,38 @@ class Publisher:
         return manifest.name
 
     def point_to(self, version: int) -> None:
-        """Makes a version that is in the bucket the current one; the window holds it and those just before it."""
+        """Makes a version that is in the bucket the current one; the window holds it, those before it, the pinned."""
         newest_first = sorted((v for v in self.lineage if version - self._window < v <= version), reverse=True)
         window = [self.lineage[v] for v in newest_first]
-        self._pointed = {"run": self._spec.run, "current": window[0], "window": window, "probe": self._probe}
+        self._paced = frozenset(window)
+        pinned = None if self._pin is None else self._pin(version, self.lineage)
+        if pinned is not None and pinned not in window:
+            window.append(pinned)
+        self._pointed = {
+            "run": self._spec.run,
+            "current": window[0],
+            "window": window,
+            "pinned": pinned,
+            "probe": self._probe,
+        }
         self._pointer.write(self._pointed)
+
+    def settle(self, version: int, timeout_s: float) -> None:
+        """Waits until `version` or a newer one is in the bucket, or the publisher has stopped, or time is over."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or self._closed or max(self.lineage, default=-1) >= version, timeout_s
+            )
+
+    @property
+    def current(self) -> str | None:
+        """The policy that the pointer names as the newest."""
+        return None if self._pointed is None else str(self._pointed["current"])
+
+    @property
+    def paced(self) -> frozenset[str]:
+        """The window without what is only pinned: what training may name."""
+        return self._paced
 
     @property
     def named(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ CHANGEABLE = (
     "retention",
     "logging",
     "local",
+    "jobs",
     "optimizer.stop_at_reward",
     "run",
     "bucket",
@@ -22,6 +23,7 @@ CHANGEABLE = (
     "learner.attention",
     "batch.rows_per_micro_batch",
     "batch.share_prompt",
+    "rollouts.keep",
 )
 
 

@@ -1,5 +1,7 @@
 """From a file, `extends:` and `key=value` overrides to a checked `Config`."""
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,8 @@ from pydantic import ValidationError
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
+
+_DEEPEST = 40
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -25,9 +29,14 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 def read_raw(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
     """The content of a config with its parents and the overrides, not checked yet."""
     raw = _read(Path(path), ())
-    for override in overrides:
-        _override(raw, override)
+    override(raw, overrides)
     return raw
+
+
+def override(raw: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Applies `section.key=value` texts in place; UsageError names the one that cannot be applied."""
+    for text in overrides:
+        _override(raw, text)
 
 
 def parse_config(raw: dict[str, Any], origin: str) -> Config:
@@ -38,24 +47,67 @@ def parse_config(raw: dict[str, Any], origin: str) -> Config:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise UsageError(f"{path}: extends itself")
     try:
-        raw = yaml.load(path.read_text(), _UniqueKeyLoader)
+        if path.resolve() in seen:
+            raise UsageError(f"{path}: extends itself")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, no name of a file, links that go in a circle
+        raise UsageError(f"{str(path)!r:.200}: cannot be read: {error}") from None
+    try:
+        raw = _parse(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise UsageError(f"{path}: expected a mapping of keys, found {type(raw).__name__}")
+    if (wrong := _not_json(raw, ())) is not None:
+        raise UsageError(f"{path}: {wrong}")
     parent = raw.pop("extends", None)
     if parent is None:
         return raw
     if not isinstance(parent, str):
         raise UsageError(f"{path}: extends: expected a file name")
     return _merged(_read(path.parent / parent, (*seen, path.resolve())), raw)
+
+
+def _parse(text: str, loader: type[yaml.SafeLoader]) -> Any:
+    """YAMLError for whatever is wrong: those who make dates and numbers of a text raise errors of their own."""
+    depth = 0
+    for char in text:  # the parser takes time with the square of it
+        depth += (char in "[{") - (char in "]}")
+        if depth > _DEEPEST:
+            raise yaml.YAMLError(f"more than {_DEEPEST} brackets are open at one place")
+    try:
+        return yaml.load(text, loader)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise yaml.YAMLError(f"a value cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _not_json(node: Any, path: tuple[str, ...]) -> str | None:
+    """The first place at which stands what a recorded config, which is JSON, cannot hold; with what is wrong there."""
+    where = f"{'.'.join(path)}: " if path else ""
+    if len(path) > _DEEPEST:
+        return f"{'.'.join(path[:3])}: nested too deeply"
+    if isinstance(node, str) and not _is_text(node):
+        return f"{where}holds what is no character"
+    if isinstance(node, float) and not math.isfinite(node):
+        return f"{where}{node} is no value; a config has finite numbers"
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if not isinstance(key, str) or not _is_text(key):
+                return f"{where}the key {key!r:.100} is no text; put it in quotes"
+            if (wrong := _not_json(value, (*path, key))) is not None:
+                return wrong
+    elif isinstance(node, list):
+        return next((w for i, item in enumerate(node) if (w := _not_json(item, (*path, str(i)))) is not None), None)
+    elif node is not None and not isinstance(node, str | int | float):
+        return f"{where}a {type(node).__name__} is no value of a config; put a text in quotes"
+    return None
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -81,12 +133,14 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _override(raw: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or not _is_text(path):
         raise UsageError(f"override {override!r}: expected key=value")
     try:
-        value = yaml.safe_load(text)
+        value = _parse(text, yaml.SafeLoader)
     except yaml.YAMLError:
         raise UsageError(f"override {override!r}: the value is not valid YAML") from None
+    if (wrong := _not_json(value, tuple(keys))) is not None:
+        raise UsageError(f"override {override!r:.200}: {wrong}")
     try:
         set_key(raw, keys, value)
     except UsageError as error:
@@ -103,7 +157,7 @@ def set_key(raw: dict[str, Any], keys: list[str], value: Any) -> None:
     for i, key in enumerate(keys):
         last = i == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not (key.isascii() and key.isdigit() and len(key) < 10) or int(key) >= len(node):
                 raise UsageError(f"{'.'.join(keys[:i])} has no item {key!r}")
             if last:
                 node[int(key)] = value
@@ -113,7 +167,9 @@ def set_key(raw: dict[str, Any], keys: list[str], value: Any) -> None:
             if last:
                 node[key] = value
             else:
-                node = node.setdefault(key, {})
+                if node.get(key) is None:
+                    node[key] = {}
+                node = node[key]
         else:
             raise UsageError(f"{'.'.join(keys[:i])} is no section")
 
@@ -133,7 +189,7 @@ def sentence(error: ValidationError) -> str:
         found, str | int | float | bool
     ):
         message += f" (found {found!r})"
-    where = ".".join(keys)
+    where = ".".join(key if key.isprintable() else repr(key) for key in keys)
     same_key = [p for p in problems if p["loc"][: len(keys)] == first["loc"][: len(keys)]]
     if len(same_key) > 1:  # a union: each branch has its own complaint
         message = " or ".join(dict.fromkeys(p["msg"] for p in same_key)) + f" (found {found!r})"

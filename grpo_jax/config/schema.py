@@ -1,11 +1,13 @@
 """The config of a run. Unknown keys are errors; every field says what it means, in which unit."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from grpo_jax.adapters.names import RUN_NAME
 from grpo_jax.config.algorithm import Algorithm
+from grpo_jax.config.jobs import Jobs
 from grpo_jax.config.section import Section, import_path
 
 # vLLM compiles its LoRA kernels for these ranks only; another rank would fail in the generator, minutes later.
@@ -21,6 +23,9 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
 }
+
+
+_KEPT_GROUPS = re.compile(r"all|resumable|[0-9]+(\.[0-9]+)? GB")
 
 
 def _run_name(value: str) -> str:
@@ -203,6 +208,23 @@ class Rollouts(Section):
     request_timeout_s: float = Field(600.0, gt=0)
     reward_timeout_s: float = Field(10.0, gt=0)
     retry_deadline_s: float = Field(300.0, gt=0, description="how long a failing request is tried again")
+    keep: str = Field(
+        "all",
+        description="which groups stay in the spool: all; resumable: those that a restart can ask for; '<N> GB': of "
+        "the others the newest, up to that size in all",
+    )
+
+    @field_validator("keep")
+    @classmethod
+    def _is_kind(cls, keep: str) -> str:
+        if not _KEPT_GROUPS.fullmatch(keep):
+            raise ValueError(f"{keep!r} is not all, resumable, or a size like '20 GB'")
+        return keep
+
+    @property
+    def keep_gb(self) -> float | None:
+        """10^9 bytes of the spool that may stay although no restart can ask for them; None: everything stays."""
+        return {"all": None, "resumable": 0.0}[self.keep] if self.keep[0].isalpha() else float(self.keep.split()[0])
 
 
 class Generator(Section):
@@ -216,6 +238,7 @@ class Generator(Section):
     extra_args: list[str] = Field([], description="handed to vLLM as they are")
     env: dict[str, str] = Field({})
     start_timeout_s: float = Field(600.0, gt=0)
+    hung_s: float = Field(120.0, gt=0, description="a server that has not answered for so long is started again")
 
 
 class Proxy(Section):
@@ -236,14 +259,32 @@ class Fleet(Section):
 
 
 class Evaluation(Section):
-    samples: int = Field(0, ge=0, description="per held-out prompt, at the start (base) and at the end; 0: none")
+    """Of the base and of the last policy, and between them now and then, beside the training."""
+
+    samples: int = Field(0, ge=0, description="per held-out prompt; 0: no evaluation")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: of the base and the last policy only")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        [1], description="k of pass@k: the chance that one of k samples passes, estimated from all of them"
+    )
+    pass_reward: float = Field(1.0, description="a sample with at least this reward passes")
     split: str = "eval"
-    timeout_s: float = Field(900.0, gt=0, description="how long the learner waits for the last evaluation")
+    timeout_s: float = Field(
+        900.0, gt=0, description="how long the learner waits for the last evaluation, and keeps a policy for another"
+    )
+
+    @model_validator(mode="after")
+    def _has_enough_samples(self) -> "Evaluation":
+        if self.samples and max(self.pass_at, default=0) > self.samples:
+            raise ValueError(f"pass_at: {max(self.pass_at)} of {self.samples} samples; raise 'samples'")
+        return self
 
 
 class Checkpoints(Section):
     every: int = Field(5, ge=1, description="steps")
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, description="the newest so many stay")
+    keep_every: int | None = Field(
+        None, ge=1, description="steps; the first checkpoint of every so many stays, too; None: of none"
+    )
 
 
 class Retention(Section):
@@ -265,10 +306,18 @@ class Logging(Section):
 
 
 class Local(Section):
-    """How `run` places the roles on this machine (Linux: taskset)."""
+    """How `run` places the roles on this machine (Linux: taskset), and how it looks after them."""
 
     learner_cpus: tuple[int, ...] = Field((), description="cores of the learner; empty: all")
     generator_cpus: tuple[tuple[int, ...], ...] = Field((), description="cores of each generator; missing: all")
+    restarts: int = Field(
+        5, ge=0, description="of a role in a row; each minute that it lives gives one back, if the run has got on"
+    )
+    hung_s: float = Field(
+        120.0, gt=0, description="a process that lives and has shown no sign of life for so long is started again"
+    )
+    stuck_s: float = Field(600.0, gt=0, description="after so long without a step `run` says who waits for whom")
+    stop_s: float = Field(60.0, gt=0, description="what the learner has for its last checkpoint when `run` is stopped")
 
 
 class Staleness(Section):
@@ -307,6 +356,7 @@ class Config(Section):
     retention: Retention = Retention()
     logging: Logging = Logging()
     local: Local = Local()
+    jobs: Jobs = Jobs()
 
     @model_validator(mode="before")
     @classmethod
@@ -351,5 +401,5 @@ class Config(Section):
 
     @property
     def slots(self) -> int:
-        """Adapters that a generator must hold at one time: the window and, until it is proved, the probe."""
-        return self.window + 1
+        """Adapters that a generator must hold at a time: the window, the probe until it is proved, one to evaluate."""
+        return self.window + 1 + bool(self.evaluation.samples)

@@ -25,7 +25,7 @@ from grpo_jax.models.source import base_digest, resolve_model
 from grpo_jax.rollouts.threads import in_daemon_thread
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import Record, RecordWriter
+from grpo_jax.storage.records import Record, RecordWriter, next_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ class _Agent:
         self._config, self._id, self._work_dir, self._advertise_url = config, replica_id, work_dir, advertise_url
         self._bucket = Bucket(config.bucket)
         run = self._bucket.child(config.run)
-        self._incarnation, self._started_at = int(time.time() * 1000), time.time()
+        self._started_at = time.time()
         self._heartbeat_key = layout.replica(config.fleet_name, replica_id)
+        self._incarnation = next_incarnation(self._bucket, self._heartbeat_key)
         self._writer = RecordWriter(self._bucket, self._heartbeat_key, self._incarnation)
         self._observer = Observer(run, config.fleet.idle_exit_s)
         self._adapters = work_dir / "adapters"
@@ -126,6 +127,7 @@ class _Agent:
                 host=config.generator.host,
                 port=config.generator.port,
                 start_timeout_s=config.generator.start_timeout_s,
+                hung_s=config.generator.hung_s,
             )
             tasks = [
                 asyncio.create_task(self._digest(model_dir)),

@@ -29,6 +29,6 @@ def indexed(folder: Path, name: str) -> str | None:
         parse_policy(name)
         path = json.loads((folder / INDEX).read_bytes())[name]
         inside = Path(path).resolve(strict=True) == folder.resolve() / name
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: links that go in a circle
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: links or nesting without end
         return None
     return path if inside and os.path.isdir(path) else None

@@ -22,9 +22,22 @@ def die_with_parent(parent_pid: int | None) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _ask_for(signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wake_with_parent() -> None:
+    """Asks Linux to SIGCONT this process when the thread that started it ends: a stopped one could not leave by itself.
+
+    Does nothing on other systems, nor to a process that runs.
+    """
+    if sys.platform.startswith("linux"):
+        _ask_for(signal.SIGCONT)
+
+
+def _ask_for(number: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def parent_pid_from_environment() -> int | None:

@@ -42,7 +42,7 @@ class Observer:
         while True:
             run = await self._read(self._run)
             if run is not None:
-                self.base_digest = run["base"]["digest"]
+                self.base_digest = (run.get("base") or {}).get("digest")
                 if (reason := self._end(run)) is not None:
                     return reason
                 await self._read(self._learner)
@@ -55,7 +55,7 @@ class Observer:
         """About a second of looking at the pointer alone: that one is wanted fast."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
-            if may_exist and (policy := await self._read(self._policy)) is not None:
+            if may_exist and (policy := await self._read(self._policy)) is not None and Wanted.is_in(policy):
                 self.wanted = Wanted.of(policy)
             await asyncio.sleep(self._slow_s if self.wanted is None else self._fast_s)
 
@@ -63,7 +63,8 @@ class Observer:
         stamp = (run["incarnation"], run["seq"])
         self._first_stamp = self._first_stamp or stamp
         fresh = stamp != self._first_stamp or self._run.silent_s() >= _STALE_END_S
-        return f"the run has {run['status']}" if run["status"] in _FINAL and fresh else None
+        status = run.get("status")
+        return f"the run has {status}" if status in _FINAL and fresh else None
 
     async def _read(self, reader: RecordReader) -> Record | None:
         """The newest value, or None; a bucket that fails is one that has nothing new."""

@@ -39,6 +39,11 @@ class Wanted:
     current: str
     window: tuple[str, ...]
 
+    @staticmethod
+    def is_in(record: Record) -> bool:
+        """Whether the record has all of it."""
+        return record.keys() >= {"probe", "current", "window"}
+
     @classmethod
     def of(cls, record: Record) -> "Wanted":
         return cls(record["probe"], record["current"], tuple(record["window"]))

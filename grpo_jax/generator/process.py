@@ -71,6 +71,17 @@ class ServerProcess:
         return True
 
 
+def told_exit(code: int) -> str:
+    """What an exit code means, as the end of a sentence that begins with who has ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
 def free_port(host: str) -> int:
     """A TCP port that nobody listens on at the moment."""
     with _bound(host, 0) as listener:

@@ -30,7 +30,7 @@ def read_make(manifest: Manifest, folder: Path) -> Make:
         with safe_open(folder / layout.ADAPTER_WEIGHTS, framework="numpy") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
             tensors = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise AdapterError(f"the files of {manifest.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{layout.ADAPTER_CONFIG} of {manifest.name} holds no JSON object")

@@ -10,7 +10,7 @@ import aiohttp
 
 from grpo_jax.errors import RunFailed
 from grpo_jax.generator.client import EngineClient
-from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line
+from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line, told_exit
 from grpo_jax.generator.vllm import Command
 
 log = logging.getLogger(__name__)
@@ -19,8 +19,8 @@ _FAILED_STARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _HEALTH_POLL_S = 0.2
 _WATCH_S = 5.0
-# An engine that computes for long still answers; one that has not done so for this time never will.
-_UNRESPONSIVE_S = 120.0
+# So long a server may leave its health unanswered before anybody is told.
+_TOLD_S = 15.0
 
 
 class Supervisor:
@@ -35,15 +35,17 @@ class Supervisor:
         host: str,
         port: int,
         start_timeout_s: float,
+        hung_s: float = 120.0,
     ):
         """
         Args:
             command: makes the server's command from a port and the number of the start.
             host: where it listens; a wildcard address is talked to on loopback.
             port: 0 for a free one, which is kept from start to start as long as it works.
+            hung_s: a server that computes for long still answers; one that has not done so for this time never will.
         """
         self._command, self._log_file, self._session = command, log_file, session
-        self._fixed_port, self._start_timeout_s = port, start_timeout_s
+        self._fixed_port, self._start_timeout_s, self._hung_s = port, start_timeout_s, hung_s
         self._local_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self.port = port or free_port(self._local_host)
         self.client: EngineClient | None = None
@@ -99,7 +101,7 @@ class Supervisor:
             while not await client.healthy():
                 await asyncio.wait({exited}, timeout=_HEALTH_POLL_S)
                 if exited.done():
-                    return f"ended with code {exited.result()} while it started"
+                    return f"{told_exit(exited.result())} while it started"
                 if time.monotonic() - started > self._start_timeout_s:
                     raise RunFailed(
                         f"the server was not ready after {self._start_timeout_s:.0f} s (generator.start_timeout_s); "
@@ -119,12 +121,16 @@ class Supervisor:
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
-                await asyncio.wait({exited}, timeout=_WATCH_S)
+                await asyncio.wait({exited}, timeout=min(_WATCH_S, self._hung_s / 4))
                 if exited.done():
-                    return f"died with code {exited.result()}"
+                    return told_exit(exited.result())
                 if await self.client.healthy():
-                    answered = time.monotonic()
-                elif time.monotonic() - answered > _UNRESPONSIVE_S:
-                    return f"has not answered for {_UNRESPONSIVE_S:.0f} s"
+                    answered, self.error = time.monotonic(), None
+                    continue
+                silent_s = time.monotonic() - answered
+                if silent_s > self._hung_s:
+                    return f"has not answered for {silent_s:.0f} s"
+                if silent_s > _TOLD_S:
+                    self.error = f"the server has not answered for {silent_s:.0f} s"
         finally:
             exited.cancel()

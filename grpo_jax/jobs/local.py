@@ -12,91 +12,102 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
-from grpo_jax.errors import EXIT_DONE, EXIT_USAGE, RunFailed, UsageError
-from grpo_jax.generator.process import free_port
+from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_TAKEN_OVER, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.generator.process import free_port, told_exit
 from grpo_jax.jobs.processes import Process, role_command, stop_all
+from grpo_jax.jobs.restarts import Restarts
+from grpo_jax.jobs.watchdog import LOCAL_REPLICA, WORKER, Watchdog
 
 log = logging.getLogger(__name__)
 
-_RESTARTS = 3
-_BACK_OFF_S = (0.5, 2.0, 5.0)
 _STOP_S = 5.5
 _LEAVE_S = 5.0
+# Who leaves because the run is over leaves a little before the learner does. If that one goes on, it was not over.
+_OVER_S = 20.0
 
 
 @dataclass
 class Role:
     name: str
     argv: list[str]
+    restarts: Restarts
     env: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] = ()
     process: Process | None = None
-    restarts: int = 0
+    began: float = 0.0
     start_at: float = 0.0
-    finished: bool = False
+
+    @property
+    def title(self) -> str:
+        return self.name if "-" in self.name else f"the {self.name}"
 
 
 class Supervisor:
-    """The processes of a run. `poll` returns True once the learner is done, and raises RunFailed."""
+    """The processes of a run. `poll` returns True once the learner is done, and raises RunFailed.
+
+    Start it in a thread that lives as long as the run does, in practice the main one (see `lifeline`).
+    """
 
     def __init__(self, config: Config, run_dir: Path, *, learner_arguments: tuple[str, ...] = ()):
+        self._config = config
         self.logs = run_dir / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         resolved = run_dir / "config.json"
         resolved.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
-        common = ("--config", str(resolved))
         port = config.proxy.port or free_port(config.proxy.host)
         self.proxy_url = f"http://{config.proxy.host}:{port}"
+        self.watchdog = Watchdog(config, self.proxy_url)
         local = config.local
+
+        def role(name: str, command: str, *arguments: str, cpus: tuple[int, ...] = ()) -> Role:
+            argv = role_command(command, "--config", str(resolved), *arguments)
+            return Role(name, argv, Restarts(local.restarts), cpus=cpus)
+
         self.roles = [
-            Role("proxy", role_command("proxy", *common, "--port", str(port))),
+            role("proxy", "proxy", "--port", str(port)),
             *(
-                Role(
+                role(
                     f"generator-{i}",
-                    role_command(
-                        "generator", *common, "--id", f"local-{i}", "--dir", str(run_dir / "generators" / str(i))
-                    ),
+                    "generator",
+                    *("--id", LOCAL_REPLICA.format(i), "--dir", str(run_dir / "generators" / str(i))),
                     cpus=local.generator_cpus[i] if i < len(local.generator_cpus) else (),
                 )
                 for i in range(config.generator.replicas)
             ),
-            Role(
-                "learner",
-                role_command("learner", *common, "--dir", str(run_dir), *learner_arguments),
-                cpus=local.learner_cpus,
-            ),
-            Role("worker", role_command("worker", *common, "--proxy", self.proxy_url)),
+            role("learner", "learner", "--dir", str(run_dir), *learner_arguments, cpus=local.learner_cpus),
+            role("worker", "worker", "--proxy", self.proxy_url, "--id", WORKER),
         ]
 
     def start(self) -> None:
+        self.watchdog.start()
         for role in self.roles:
             self._start(role)
 
     def poll(self) -> bool | None:
         for role in self.roles:
-            if role.finished:
-                continue
             if role.process is None:
                 if time.monotonic() >= role.start_at:
                     self._start(role)
                 continue
             code = role.process.poll()
             if code is None:
+                dead = self.watchdog.dead(role.name, role.process.pid)
+                if dead is not None:
+                    self._again(role, f"{role.title} hangs: {dead}")
                 continue
             role.process.kill()  # what it may have left behind in its session
             if code == EXIT_DONE:
-                role.finished = True
                 if role.name == "learner":
                     return True
+                role.process, role.start_at = None, time.monotonic() + _OVER_S
                 continue
-            reason = f"the {role.name} ended with exit code {code}: {last_line(role.process.log)}"
-            if code == EXIT_USAGE:
+            # A port that somebody took while the proxy was down is no fault of the config.
+            if code == EXIT_USAGE and not (role.name == "proxy" and role.restarts.total):
                 raise UsageError(last_line(role.process.log))
-            if role.restarts >= _RESTARTS:
-                raise RunFailed(f"{reason} (after {role.restarts} restarts; see {role.process.log})")
-            log.warning("%s; it is started again", reason)
-            role.start_at = time.monotonic() + _BACK_OFF_S[role.restarts]
-            role.restarts, role.process = role.restarts + 1, None
+            if code == EXIT_TAKEN_OVER:  # started again it would take the run back
+                raise RunFailed(last_line(role.process.log))
+            said = f": {last_line(role.process.log)}" if code >= 0 else ""
+            self._again(role, f"{role.title} {told_exit(code)}{said}")
         return None
 
     def leave(self) -> None:
@@ -106,14 +117,44 @@ class Supervisor:
             time.sleep(0.05)
         self.stop()
 
-    def stop(self) -> None:
-        stop_all([role.process for role in self.roles if role.process is not None], _STOP_S)
+    def stop(self, at_once: threading.Event | None = None) -> bool:
+        """Stops all; the learner has `local.stop_s` seconds to save its last step. Nothing is left running.
+
+        Args:
+          at_once: once it is set, nobody has any time.
+
+        Returns:
+          Whether the learner had ended by itself.
+        """
+        self.watchdog.stop()
+        processes = {role.name: role.process for role in self.roles if role.process is not None}
+        learner = processes.get("learner")
+        longer = {} if learner is None else {learner: self._config.local.stop_s}
+        stop_all(list(processes.values()), _STOP_S, longer, at_once)
+        return learner is None or learner.poll() in (EXIT_DONE, EXIT_RESUMABLE)
 
     def _running(self) -> bool:
         return any(role.process is not None and role.process.poll() is None for role in self.roles)
 
     def _start(self, role: Role) -> None:
-        role.process = Process(role.argv, self.logs / f"{role.name}.log", role.env, role.cpus)
+        role.began = time.monotonic()
+        self.watchdog.begins(role.name)
+        try:
+            role.process = Process(role.argv, self.logs / f"{role.name}.log", role.env, role.cpus)
+        except OSError as error:  # no memory, no process number, no room for the log
+            self._again(role, f"{role.title} cannot be started: {error}")
+
+    def _again(self, role: Role, reason: str) -> None:
+        """Ends what there is of a role; it is started again in a while, or the run ends."""
+        if role.process is not None:
+            role.process.kill()
+        now = time.monotonic()
+        pause_s = role.restarts.ended(now - role.began, self.watchdog.steps)
+        if pause_s is None:
+            log_file = self.logs / f"{role.name}.log"
+            raise RunFailed(f"{reason} ({role.restarts.most} restarts in a row did not help; see {log_file})")
+        log.warning("%s; it is started again", reason)
+        role.process, role.start_at = None, now + pause_s
 
 
 def last_line(path: Path) -> str:
@@ -125,15 +166,26 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else f"{path} is empty"
 
 
+class Stop(threading.Event):
+    """Set by the first signal; `at_once` by the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = threading.Event()
+
+    def signalled(self, *_: object) -> None:
+        (self.at_once if self.is_set() else self).set()
+
+
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals() -> Iterator[Stop]:
     """An event that SIGINT and SIGTERM set, instead of what they did before."""
-    stop = threading.Event()
+    stop = Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     in_main = threading.current_thread() is threading.main_thread()
     if in_main:
         for number in before:
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, stop.signalled)
     try:
         yield stop
     finally:

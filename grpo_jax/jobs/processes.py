@@ -1,5 +1,6 @@
 """Local processes: each in a session of its own, stopped as a whole, and gone when its parent is gone."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,13 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo_jax.generator.lifeline import wake_with_parent
+
+log = logging.getLogger(__name__)
+
 _PARENT = "GRPO_JAX_PARENT_PID"
+# SIGKILL works at once, but for a process that is inside a system call which does not come back (a dead mount).
+_KILL_S = 10.0
 
 
 class Process:
     """A started command. Its output goes to a log file."""
 
     def __init__(self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cpus: Sequence[int] = ()):
+        """OSError if it cannot be started."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         pin = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
@@ -44,24 +52,53 @@ class Process:
             return
 
     def terminate(self) -> None:
-        """SIGTERM to the process itself: it stops its own children in its own order."""
+        """SIGTERM to the process itself: it stops its own children in its own order. A stopped one is woken for it."""
         if self._popen.poll() is None:
             self._popen.terminate()
+            self._popen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._popen.wait()
+        try:
+            self._popen.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d was killed and does not end: it hangs in a system call", self.pid)
 
 
-def stop_all(processes: Sequence[Process], grace_s: float) -> None:
-    """SIGTERM to all at once; what has not ended after `grace_s` seconds is killed with its session."""
+def stop_all(
+    processes: Sequence[Process],
+    grace_s: float,
+    longer: Mapping[Process, float] | None = None,
+    at_once: threading.Event | None = None,
+) -> None:
+    """SIGTERM to all at once; what has not ended after `grace_s` seconds is killed with its session.
+
+    Args:
+      longer: processes with more seconds than the others.
+      at_once: once it is set, nobody has any.
+    """
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + grace_s
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
+    started, left = time.monotonic(), list(processes)
+    while left:
+        spent_s = time.monotonic() - started
+        hurry = at_once is not None and at_once.is_set()
+        for process in list(left):
+            if process.poll() is not None or hurry or spent_s >= (longer or {}).get(process, grace_s):
+                process.kill()
+                left.remove(process)
+        if left:
+            time.sleep(0.05)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) has stopped a process and nothing has continued it. False where there is no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == b"T"
 
 
 def role_command(role: str, *arguments: str) -> list[str]:
@@ -81,4 +118,5 @@ def leave_with_parent(grace_s: float = 5.0) -> None:
         time.sleep(grace_s)
         os.killpg(0, signal.SIGKILL)
 
+    wake_with_parent()
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

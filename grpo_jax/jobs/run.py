@@ -1,7 +1,10 @@
 """`grpo-jax run` and `grpo_jax.run`: a whole run on this machine, from the config to the report."""
 
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +16,18 @@ from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
 from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
 from grpo_jax.jobs.show import run_decoder
+from grpo_jax.observability.logs import log_to
 from grpo_jax.observability.progress import RunProgress
 from grpo_jax.observability.report import Report, build_report
 from grpo_jax.storage import layout
-from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.bucket import Bucket, Limits
 from grpo_jax.storage.records import RecordReader
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
+# Of a verb for what is shown: what takes longer is no news any more.
+_SHOWN = Limits(attempt_s=5.0, total_s=5.0)
 # A learner writes its state every second; one that is silent for so long does not live.
 _ALIVE_S = 4.0
 
@@ -79,26 +85,53 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
     check_config(config, weights=True)
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, log_to(run_dir / "logs" / "run.log", "run"):
         supervisor = Supervisor(config, run_dir)
         message = ""
         try:
-            with RunProgress(run, run_dir, config.steps, config.fleet_name) as progress:
+            with show_progress(config, run_dir, supervisor):
                 supervisor.start()
                 while not stop.is_set():
-                    done = supervisor.poll()
-                    progress.update()
-                    if done:
+                    if supervisor.poll():
                         supervisor.leave()
-                        return _finished(run, run_dir, "finished")
+                        break
                     time.sleep(_POLL_S)
-            supervisor.stop()
-            return RunResult(EXIT_RESUMABLE, run_dir, None, f"interrupted; the same command goes on ({run_dir})")
+                else:
+                    return _interrupted(config, run_dir, supervisor.stop(stop.at_once))
+            return _finished(run, run_dir, "finished")
         except RunFailed as error:
             message = str(error)
+            log.warning("the run fails: %s", message)
         finally:
-            supervisor.stop()
+            supervisor.stop(stop.at_once)
     return RunResult(EXIT_FAILED, run_dir, _report(run, run_dir), f"failed: {message}; logs in {run_dir / 'logs'}")
+
+
+@contextmanager
+def show_progress(config: Config, run_dir: Path, supervisor: Supervisor) -> Iterator[None]:
+    """Shows the progress from a thread of its own: a bucket that hangs must hold up neither restarts nor signals."""
+    run = Bucket(config.bucket, _SHOWN).child(config.run)
+    over = threading.Event()
+    with RunProgress(run, run_dir, config.steps, config.fleet_name) as progress:
+
+        def show() -> None:
+            while not over.wait(_POLL_S):
+                progress.update(supervisor.watchdog.waits)
+
+        shows = threading.Thread(target=show, name="progress", daemon=True)
+        shows.start()
+        try:
+            yield
+        finally:
+            over.set()
+            shows.join(2 * _SHOWN.total_s)
+
+
+def _interrupted(config: Config, run_dir: Path, saved: bool) -> RunResult:
+    how = (
+        "" if saved else f", from an earlier step: the learner did not save in local.stop_s = {config.local.stop_s:g} s"
+    )
+    return RunResult(EXIT_RESUMABLE, run_dir, None, f"interrupted; the same command goes on{how} ({run_dir})")
 
 
 def delete_run(run: Bucket) -> None:

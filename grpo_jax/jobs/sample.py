@@ -54,7 +54,7 @@ def sample_base(config: Config, n: int) -> int:
             logs = "; ".join(f"{path.stem}: {last_line(path)}" for path in sorted(supervisor.logs.glob("*.log")))
             raise RunFailed(f"{error} ({logs})") from None
         finally:
-            supervisor.stop()
+            supervisor.stop(stop.at_once)
         _print(groups)
     return EXIT_DONE
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,8 +28,8 @@ from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordReader
 
 _POLL_S = 0.2
-# A run that is asked to stop saves its last step; it is killed if that takes longer.
-_STOP_S = 60.0
+# A run that is asked to stop gives its learner `local.stop_s`; it is killed if it takes so much longer.
+_LONGER_S = 15.0
 _CONFIGS = "configs"
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 _FINISHED, _INTERRUPTED, _OTHER_CONFIG = "finished", "interrupted", "exists with another config"
@@ -168,9 +169,13 @@ def _run(config: Config, folder: Path) -> int:
                 time.sleep(_POLL_S)
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-                process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
+            deadline = time.monotonic() + config.local.stop_s + _LONGER_S
+            while process.poll() is None and time.monotonic() < deadline and not stop.at_once.is_set():
+                time.sleep(_POLL_S)
+            if stop.at_once.is_set() and process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LONGER_S)
         finally:
             if process.poll() is None:
                 process.kill()

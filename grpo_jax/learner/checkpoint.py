@@ -1,20 +1,22 @@
 """Checkpoints: Orbax for the arrays, a manifest as the commit mark, on every kind of bucket.
 
-Orbax writes to local disk; the files then go to the bucket as immutable objects and `manifest.json` (sizes and
-sha256) last. A checkpoint without a manifest, or with a file that does not match it, does not exist. So nothing
-depends on what the store knows of renames, and a process killed in mid-save leaves nothing that could be taken for a
-checkpoint.
+Orbax writes to local disk; the files then go to the bucket under their digests, and a manifest (sizes and sha256) last.
+A checkpoint without a manifest, or with a file that does not match it, does not exist. So nothing depends on what the
+store knows of renames, and a process killed in mid-save leaves nothing that could be taken for a checkpoint. Each save
+has a manifest of its own, named by the learner's incarnation: no save overwrites another one, not even that of a
+learner which was stopped in the middle of it and goes on after it has been replaced.
 """
 
 import hashlib
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -28,18 +30,37 @@ log = logging.getLogger(__name__)
 
 _PARALLEL_UPLOADS = 8
 _LOOKS, _LOOK_AGAIN_S = 3, 1.0
+_MANIFEST = re.compile(rf"{layout.CHECKPOINTS}/([0-9]{{6,}})/manifest\.([0-9]{{6,}})\.([0-9]{{2,}})\.json")
+
+# What reading one may raise that is not whole, or no manifest at all. A bucket that fails says nothing about it.
+_UNSOUND = (ValueError, KeyError, TypeError, AttributeError, RecursionError, FileNotFoundError)
+
+Meta = dict[str, Any]
+
+
+class Saved(NamedTuple):
+    """One committed save, and which life of the learner made it."""
+
+    step: int
+    incarnation: int
+    attempt: int
+
+    @property
+    def key(self) -> str:
+        return layout.checkpoint(self.step, f"manifest.{self.incarnation:06d}.{self.attempt:02d}.json")
 
 
 class Checkpointer:
-    """Saves in the background, one at a time; keeps the newest `keep`."""
+    """Saves in the background, one at a time; keeps the newest `keep`, and the first of every `keep_every` steps."""
 
-    def __init__(self, run: Bucket, keep: int):
-        self._run, self._keep = run, keep
+    def __init__(self, run: Bucket, keep: int, keep_every: int | None = None, incarnation: int = 0):
+        self._run, self._keep, self._keep_every, self._incarnation = run, keep, keep_every, incarnation
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._uploads = ThreadPoolExecutor(_PARALLEL_UPLOADS, thread_name_prefix="checkpoint-upload")
         self._pending: Future[None] | None = None
+        self._attempts = 0
         self.kept: list[int] = []
-        """Steps that a restart may find, as far as they were looked up or saved by this object."""
+        """Steps that a restart may find, as far as they were looked up or saved by this object; oldest first."""
 
     @property
     def busy(self) -> bool:
@@ -47,15 +68,25 @@ class Checkpointer:
         return self._pending is not None and not self._pending.done()
 
     def save(
-        self, step: int, state: LearnerState, meta: dict[str, Any], then: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        state: LearnerState,
+        meta: Meta | Callable[[], Meta],
+        first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copies `state` to the host now and writes it in the background; `then` is called there after the commit.
+        """Copies `state` to the host now and writes it in the background.
 
         Waits for a save that is under way, and raises what it failed with.
+
+        Args:
+          meta: what to keep with the state, or what says it; asked in the background, after `first`.
+          first: called in the background before the commit: what has to be in the bucket once the checkpoint is.
         """
         self.wait()
         host = jax.device_get(state)
-        self._pending = self._thread.submit(self._save, step, host, {**meta, "step": step}, then)
+        self._attempts += 1
+        saved = Saved(step, self._incarnation, self._attempts)
+        self._pending = self._thread.submit(self._save, saved, host, meta, first)
 
     def wait(self) -> None:
         """Until the last save is committed. Raises what it failed with (OSError: the bucket), once."""
@@ -65,68 +96,111 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, oldest first."""
-        keys = self._run.list(layout.CHECKPOINTS)
-        return sorted(int(key.split("/")[1]) for key in keys if key.endswith(f"/{layout.MANIFEST}"))
+        return sorted({saved.step for saved in self._saved()})
 
-    def restore_newest(self, target: LearnerState) -> tuple[LearnerState, dict[str, Any]] | None:
-        """(state, meta) of the newest sound checkpoint, or None. Unsound ones are logged and passed over."""
-        self.kept = self.steps()
-        for step in reversed(self.kept):
+    def restore_newest(
+        self, target: LearnerState, counts: Callable[[int, int], bool] = lambda step, incarnation: True
+    ) -> tuple[LearnerState, Meta] | None:
+        """(state, meta) of the newest sound checkpoint, or None. Unsound ones are logged and passed over.
+
+        Raises OSError where the bucket fails.
+
+        Args:
+          counts: (step, incarnation) → whether a checkpoint belongs to what the run has become.
+        """
+        found = [saved for saved in self._saved() if counts(saved.step, saved.incarnation)]
+        for saved in reversed(found):
             with tempfile.TemporaryDirectory(prefix="grpo_jax-restore-") as folder:
                 try:
-                    meta = self._download_patiently(step, Path(folder))
-                except (ValueError, KeyError, OSError) as error:
-                    log.warning("checkpoint %d is passed over: %s", step, error)
+                    meta = self._download_patiently(saved, Path(folder))
+                except _UNSOUND as error:
+                    log.warning("checkpoint %d is passed over: %s", saved.step, error)
                     continue
                 with _orbax() as checkpointer:
                     # Always with a target: without one Orbax guesses types.
                     state = checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: target))
+                self.kept = sorted({older.step for older in found if older.step <= saved.step})
                 return state, meta
         return None
 
-    def _save(self, step: int, state: LearnerState, meta: dict[str, Any], then: Callable[[], None]) -> None:
-        prefix = f"{layout.CHECKPOINTS}/{step:06d}"
+    def _saved(self) -> list[Saved]:
+        """All that have a manifest, oldest first; of one step the latest life's last."""
+        matches = map(_MANIFEST.fullmatch, self._run.list(layout.CHECKPOINTS))
+        return sorted(Saved(*map(int, match.groups())) for match in matches if match)
+
+    def _save(
+        self, saved: Saved, state: LearnerState, meta: Meta | Callable[[], Meta], first: Callable[[], None]
+    ) -> None:
         with tempfile.TemporaryDirectory(prefix="grpo_jax-save-") as name:
             folder = Path(name)
             with _orbax() as checkpointer:
                 checkpointer.save(folder / "state", state)
             contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-        keys = [f"{prefix}/{relative}" for relative in contents]
-        list(self._uploads.map(self._run.put, keys, contents.values()))
         files = {
             relative: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for relative, data in contents.items()
         }
-        self._run.put(f"{prefix}/{layout.MANIFEST}", canonical_json({"files": files, "meta": meta}))
-        then()
-        found = sorted({*self.steps(), step})
-        for old in found[: -self._keep]:
-            # The mark goes first, so that a deletion that stops half-way leaves no checkpoint that looks whole.
-            self._run.delete(f"{layout.CHECKPOINTS}/{old:06d}/{layout.MANIFEST}")
-            self._run.delete_folder(f"{layout.CHECKPOINTS}/{old:06d}")
-        self.kept = found[-self._keep :]
+        keys = [layout.checkpoint(saved.step, str(files[relative]["sha256"])) for relative in contents]
+        list(self._uploads.map(self._run.put, keys, contents.values()))
+        first()
+        meta = {**(meta() if callable(meta) else meta), "step": saved.step}
+        self._run.put(saved.key, canonical_json({"files": files, "meta": meta}))
+        self.kept = self._to_keep({*self.kept, saved.step})
+        try:
+            self._delete_others(saved.step)
+        except OSError as error:  # the next save does it
+            log.warning("old checkpoints could not be deleted: %s", error)
 
-    def _download_patiently(self, step: int, folder: Path) -> dict[str, Any]:
+    def _to_keep(self, steps: set[int]) -> list[int]:
+        ordered = sorted(steps)
+        kept, passed = set(ordered[-self._keep :]), 0
+        if self._keep_every is not None:
+            # A save that was due may have come a step later, so it is the first one after each multiple that stays.
+            for step in ordered:
+                if step // self._keep_every > passed:
+                    kept.add(step)
+                    passed = step // self._keep_every
+        return sorted(kept)
+
+    def _delete_others(self, newest: int) -> None:
+        """What is not kept, what a killed save has left, and what a learner wrote that had been replaced."""
+        folders: dict[int, list[Saved]] = {}
+        for key in self._run.list(layout.CHECKPOINTS):
+            if (name := key.split("/")[1]).isdecimal():
+                folders.setdefault(int(name), [])
+            if match := _MANIFEST.fullmatch(key):
+                folders[int(name)].append(Saved(*map(int, match.groups())))
+        for step, saves in sorted(folders.items()):
+            is_later = any(saved.incarnation > self._incarnation for saved in saves)
+            if step > newest or step in self.kept or is_later:
+                continue
+            # The mark goes first, so that a deletion that stops half-way leaves no checkpoint that looks whole.
+            for saved in saves:
+                self._run.delete(saved.key)
+            self._run.delete_folder(f"{layout.CHECKPOINTS}/{step:06d}")
+
+    def _download_patiently(self, saved: Saved, folder: Path) -> Meta:
         """What does not match its manifest may only be late in coming, so it is looked at again."""
         for _ in range(_LOOKS - 1):
             try:
-                return self._download(step, folder)
-            except (ValueError, KeyError, OSError):
+                return self._download(saved, folder)
+            except _UNSOUND:
                 time.sleep(_LOOK_AGAIN_S)
-        return self._download(step, folder)
+        return self._download(saved, folder)
 
-    def _download(self, step: int, folder: Path) -> dict[str, Any]:
-        prefix = f"{layout.CHECKPOINTS}/{step:06d}"
-        manifest = json.loads(self._run.read(f"{prefix}/{layout.MANIFEST}"))
+    def _download(self, saved: Saved, folder: Path) -> Meta:
+        manifest = json.loads(self._run.read(saved.key))
         for relative, entry in manifest["files"].items():
-            data = self._run.read(f"{prefix}/{relative}")
-            if len(data) != entry["size"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
-                raise ValueError(f"{prefix}/{relative} does not match the manifest")
             target = folder / relative
             if not target.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(f"{prefix}/{layout.MANIFEST} names a file outside the checkpoint")
+                raise ValueError(f"{saved.key} names a file outside the checkpoint")
+            data = self._run.read(layout.checkpoint(saved.step, entry["sha256"]))
+            if len(data) != entry["size"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
+                raise ValueError(f"{relative} does not match {saved.key}")
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
+        if manifest["meta"]["step"] != saved.step:
+            raise ValueError(f"{saved.key} is of step {manifest['meta']['step']}")
         return manifest["meta"]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grpo_jax.learner.batch import trainable
-from grpo_jax.rollouts.sample import Group
+from grpo_jax.rollouts.sample import Group, GroupId
 from grpo_jax.storage.layout import ZERO_VARIANCE
 
 
@@ -14,8 +14,8 @@ class Ledger:
 
     A group is consumed oldest start first. It is dropped, whole, when it is `stale` (more than `max_staleness`
     versions old when a batch is formed), `foreign` (its policy is not the one that this run has under that version: a
-    lineage that a resume gave up), `invalid` (fewer than two samples to train on) or `zero_variance` (its rewards are
-    all equal, and another group takes its place).
+    lineage that a resume gave up), `invalid` (fewer than two samples to train on, or refused at the door) or
+    `zero_variance` (its rewards are all equal, and another group takes its place).
 
     `exactly`: a batch takes only groups that are `max_staleness` versions old, the first ones only groups of v0.
     """
@@ -38,17 +38,23 @@ class Ledger:
                 self._offered[key] = group
 
     def reject(self, group_ids: Iterable[str]) -> None:
-        """Drops groups whose files are not sound, so that the worker draws them again."""
+        """Drops groups whose files are not good, so that the worker draws them again; not what is no group's name."""
         for key in group_ids:
-            if key not in self.trained:
+            if key not in self.trained and _is_group_id(key):
                 self.drops.setdefault(key, "invalid")
 
-    def sweep(self, version: int, lineage: Mapping[int, str]) -> None:
-        """Drops what can no longer be trained by a learner at `version`."""
+    def sweep(self, version: int, lineage: Mapping[int, str], newest: int | None = None) -> None:
+        """Drops what can no longer be trained by a learner at `version`.
+
+        Groups of later versions are of a life before a resume, and judged once the replay has come so far; it comes to
+        the version `newest`, if that is given, and there will never be a policy that those above it name.
+        """
         for key, group in list(self._offered.items()):
             if group.version > version:
-                continue  # of a life before a resume; judged once the replay has come so far
-            if lineage.get(group.version) != group.provenance.policy:
+                if newest is None or group.version <= newest:
+                    continue
+                self.drops[key] = "foreign"
+            elif lineage.get(group.version) != group.provenance.policy:
                 self.drops[key] = "foreign"
             elif version - group.version > self.max_staleness:
                 self.drops[key] = "stale"
@@ -91,10 +97,15 @@ class Ledger:
         self._replaced = 0
         return [self._train(str(group.id)) for group in kept]
 
-    def take_recorded(self, ids: list[str]) -> list[Group] | None:
-        """The groups of a batch record, in its order; None if some have not been read yet."""
+    def take_recorded(self, ids: Iterable[str], drops: Mapping[str, str] | None = None) -> list[Group] | None:
+        """The groups of a batch record, in its order, with what was dropped until then; None (and nothing taken) if
+        some have not been read yet."""
+        ids = list(ids)
         if any(key not in self._offered for key in ids):
             return None
+        for key, reason in (drops or {}).items():
+            self.drops[key] = reason
+            self._offered.pop(key, None)
         return [self._train(key) for key in ids]
 
     def _is_ready(self, group: Group, version: int) -> bool:
@@ -105,3 +116,11 @@ class Ledger:
     def _train(self, key: str) -> Group:
         self.trained.add(key)
         return self._offered.pop(key)
+
+
+def _is_group_id(text: str) -> bool:
+    try:
+        GroupId.parse(text)
+    except ValueError:
+        return False
+    return True

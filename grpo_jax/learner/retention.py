@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from grpo_jax.adapters.names import parse_policy
+from grpo_jax.learner.fence import TakenOver
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordReader
@@ -32,13 +33,14 @@ class Needed(NamedTuple):
 class AdapterRetention:
     """One round is `collect`. For one thread."""
 
-    def __init__(self, root: Bucket, run: str, fleet: str, silent_s: float):
+    def __init__(self, root: Bucket, run: Bucket, fleet: str, silent_s: float):
         """
         Args:
             root: the bucket, with the fleet and the run below it.
+            run: the run's prefix.
             silent_s: seconds without a change after which a heartbeat lists nothing any more.
         """
-        self._root, self._run, self._prefix, self._silent_s = root, root.child(run), layout.replicas(fleet), silent_s
+        self._root, self._run, self._prefix, self._silent_s = root, run, layout.replicas(fleet), silent_s
         self._readers: dict[str, RecordReader] = {}
         self.deleted = 0
 
@@ -70,11 +72,15 @@ class AdapterRetention:
 
 
 class RetentionThread:
-    """Collects every few seconds, and tells nobody but the log when the bucket fails."""
+    """Deletes every few seconds, and tells nobody but the log when the bucket fails."""
 
-    def __init__(self, retention: AdapterRetention, needed: Callable[[], Needed | None], local: bool):
-        """needed: None as long as it is not known."""
-        self._retention, self._needed = retention, needed
+    def __init__(self, what: str, collect: Callable[[], Collection[str]], local: bool):
+        """
+        Args:
+            what: names it in the log.
+            collect: one round; returns what it has deleted.
+        """
+        self._what, self._collect = what, collect
         self._period_s = _LOCAL_PERIOD_S if local else _REMOTE_PERIOD_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="retention", daemon=True)
@@ -86,13 +92,12 @@ class RetentionThread:
 
     def _work(self) -> None:
         while not self._stop.wait(self._period_s):
-            needed = self._needed()
-            if needed is None:
-                continue
             try:
-                gone = self._retention.collect(needed)
+                gone = self._collect()
+            except TakenOver:
+                return
             except Exception as error:  # every kind of bucket raises errors of its own; the next round may succeed
-                log.warning("adapters that nobody needs could not be deleted: %s", error)
+                log.warning("%s that nobody needs could not be deleted: %s", self._what, error)
                 continue
             if gone:
                 log.debug("deleted %s", ", ".join(gone))

@@ -3,10 +3,9 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from grpo_jax.errors import RunFailed
-from grpo_jax.learner.checkpoint import Checkpointer
+from grpo_jax.learner.checkpoint import Checkpointer, Meta
 from grpo_jax.learner.step import LearnerState
 
 log = logging.getLogger(__name__)
@@ -21,18 +20,19 @@ class Saver:
         self,
         checkpointer: Checkpointer,
         every: int,
-        snapshot: Callable[[], tuple[LearnerState, dict[str, Any]]],
-        then: Callable[[], None],
+        snapshot: Callable[[], tuple[LearnerState, Meta | Callable[[], Meta]]],
+        first: Callable[[], None],
         saved_step: int,
     ):
         """
         Args:
           every: steps between two checkpoints.
-          snapshot: the state of the last finished step, on the host, and the meta data to keep with it.
-          then: called in the background after each commit.
+          snapshot: the state of the last finished step, on the host, and the meta data to keep with it, or what says
+            them in the background.
+          first: called in the background before each commit.
           saved_step: the step that a restart would find now, -1 if there is none.
         """
-        self._checkpointer, self._every, self._snapshot, self._then = checkpointer, every, snapshot, then
+        self._checkpointer, self._every, self._snapshot, self._first = checkpointer, every, snapshot, first
         self._saved_step, self._due = saved_step, False
 
     def after_step(self, step: int) -> None:
@@ -65,5 +65,5 @@ class Saver:
             return
         self._checkpointer.wait()
         state, meta = self._snapshot()
-        self._checkpointer.save(step, state, meta, self._then)
+        self._checkpointer.save(step, state, meta, self._first)
         self._saved_step, self._due = step, False

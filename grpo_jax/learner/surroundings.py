@@ -37,27 +37,40 @@ class Surroundings:
         self._stop.set()
         self._thread.join(5)
 
-    def check_alive(self) -> None:
-        """RunFailed when all workers have been silent for `fleet.idle_exit_s`: nothing will come."""
+    def check_alive(self, waited_s: float) -> None:
+        """RunFailed when all workers have been silent for `fleet.idle_exit_s`, or none has come: nothing will come.
+
+        Args:
+          waited_s: how long the learner has waited for groups.
+        """
         silent_s = [s for key, s in dict(self._silent_s).items() if key.startswith(f"{layout.WORKERS}/")]
         limit = self._config.fleet.idle_exit_s
-        if silent_s and min(silent_s) > limit:
+        if min(silent_s, default=waited_s) > limit:
             raise RunFailed(
                 f"no rollout worker has written its state for {limit:.0f} s, and no group is left to train on"
             )
+
+    @property
+    def workers_say(self) -> str:
+        """What the workers are at, as far as it is known, in one clause."""
+        workers = self._workers()
+        if not workers:
+            return "no worker has written its state"
+        running = sum(int(w.get("inflight_groups", 0)) for w in workers)
+        return f"{running} are in flight at {len(workers)} worker{'s' if len(workers) > 1 else ''}"
 
     def metrics(self, publisher: Publisher | None, now: float) -> dict[str, float]:
         """Rollout, fleet and publish metrics; what is not known yet is left out."""
         workers, replicas = self._workers(), self._replicas()
         found = self._load.take()
         if workers:
-            generated = float(sum(w["generated_tokens"] for w in workers))
-            backpressure = float(sum(w["backpressure_s"] for w in workers))
-            found["rollout/inflight"] = float(sum(w["inflight_samples"] for w in workers))
+            generated = float(sum(w.get("generated_tokens", 0) for w in workers))
+            backpressure = float(sum(w.get("backpressure_s", 0) for w in workers))
+            found["rollout/inflight"] = float(sum(w.get("inflight_samples", 0) for w in workers))
             found["cost/generated_tokens"] = generated
-            found["cost/wasted_tokens"] = float(sum(w["wasted_tokens"] for w in workers))
-            found["rollout/request_failures"] = float(sum(w["request_failures"] for w in workers))
-            found["rollout/reward_failures"] = float(sum(w["reward_failures"] for w in workers))
+            found["cost/wasted_tokens"] = float(sum(w.get("wasted_tokens", 0) for w in workers))
+            found["rollout/request_failures"] = float(sum(w.get("request_failures", 0) for w in workers))
+            found["rollout/reward_failures"] = float(sum(w.get("reward_failures", 0) for w in workers))
             scoring_s = float(sum(w.get("scoring_s", 0.0) for w in workers))
             slots = float(sum(w.get("scoring_slots", 0) for w in workers))
             if self._last is not None and now > self._last[0]:

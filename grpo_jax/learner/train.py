@@ -6,10 +6,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
+from grpo_jax.config.schema import Config
+from grpo_jax.learner.batch import train_minibatches
 from grpo_jax.learner.diagnostics import TokenRecord
 from grpo_jax.learner.engine import Engine
 from grpo_jax.learner.packing import MicroBatch, TrainSample
 from grpo_jax.learner.step import Applied, TokenOutputs
+from grpo_jax.rollouts.sample import Group
 
 
 @dataclass
@@ -22,6 +25,38 @@ class Trained:
     finite: list[bool] = field(default_factory=list)
     applied: Applied | None = None  # of the last update; None when there was nothing to train on
     record: TokenRecord | None = None
+
+
+def train_groups(
+    engine: Engine,
+    config: Config,
+    groups: Sequence[Group],
+    step: int,
+    *,
+    rate: float,
+    canary_tokens: np.ndarray,
+    between: Callable[[], None] = lambda: None,
+) -> Trained:
+    """All updates of one step on the groups of its batch; returns once they are computed. See `train_batch`."""
+    lags = [step - group.version * config.sync_every for group in groups]
+    minibatches = train_minibatches(
+        groups,
+        config.algorithm,
+        max_tokens=config.sampling.max_tokens,
+        step_lags=lags,
+        skip_zero_advantage=config.batch.skip_zero_advantage,
+    )
+    trained = train_batch(
+        engine,
+        minibatches,
+        lags,
+        iterations=config.algorithm.num_iterations,
+        rate=rate,
+        canary_tokens=canary_tokens,
+        between=between,
+    )
+    jax.block_until_ready(trained.applied)
+    return trained
 
 
 def train_batch(

@@ -8,9 +8,8 @@ from typing import Any
 from grpo_jax.observability import format as f
 from grpo_jax.observability.compare import Comparison, Group, Numbers, Spread, as_csv, numbers_of, short
 from grpo_jax.observability.compare_plot import draw_comparison, heat_values
-from grpo_jax.observability.page import _picture, _section, _table, _text
-from grpo_jax.observability.page_style import CSS
-from grpo_jax.observability.plot import DARK, LIGHT
+from grpo_jax.observability.html import bullets, document, picture, section, table, text
+from grpo_jax.observability.theme import DARK, LIGHT
 
 _COLUMNS: dict[str, tuple[Callable[[Numbers], float | None], Callable[[float | None], str]]] = {
     "Final reward": (lambda n: n.final, f.reward),
@@ -27,7 +26,6 @@ _COLUMNS: dict[str, tuple[Callable[[Numbers], float | None], Callable[[float | N
 _STYLE = """
 td.heat{text-align:center;padding:9px 12px;border:1px solid var(--paper)}
 th.heat{text-align:center}
-table.list td{overflow-wrap:break-word}
 td .spread{color:var(--muted);font-size:12px;white-space:nowrap}
 """
 
@@ -76,50 +74,42 @@ def headline(comparison: Comparison) -> str:
 
 def render(comparison: Comparison, pictures: Sequence[bytes]) -> str:
     """The whole page. `pictures` are PNGs: none, or the light and the dark one."""
-    unfinished = [m for m in comparison.members if not m.is_finished]
-    list_items = "".join(f"<li>{_text(m.run)}: {_text(m.status)}, {_text(m.note)}</li>" for m in unfinished)
-    body = [
-        f'<header><h1>{_text(comparison.title)}</h1><p class="verdict">{_text(headline(comparison))}</p></header>',
-        _section("Not finished", list_items and f"<ul>{list_items}</ul>"),
-        _picture(pictures, comparison.title),
-        _section("Settings", _settings(comparison) + f'<p class="note">{_text(_definitions(comparison))}</p>'),
-        _section("Final reward by two factors", _heat(comparison) if comparison.is_grid else ""),
-        _section("Runs", _runs(comparison)),
+    unfinished = [f"{m.run}: {m.status}, {m.note}" for m in comparison.members if not m.is_finished]
+    parts = [
+        f'<header><h1>{text(comparison.title)}</h1><p class="verdict">{text(headline(comparison))}</p></header>',
+        section("Not finished", bullets(unfinished)),
+        picture(pictures, f"Reward of the runs of {comparison.title} by step"),
+        section("Settings", _settings(comparison) + f'<p class="note">{text(_definitions(comparison))}</p>'),
+        section("Final reward by two factors", _heat(comparison) if comparison.is_grid else ""),
+        section("Runs", _runs(comparison)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_text(comparison.title)} · grpo_jax</title>\n<style>{CSS}{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return document(comparison.title, parts, _STYLE)
 
 
 def _settings(comparison: Comparison) -> str:
     head = [*(short(key) for key in comparison.factors), "Finished", *_COLUMNS]
     rows = [
         [
-            *(_text(group.settings.get(key, f.UNKNOWN)) for key in comparison.factors),
+            *(text(group.settings.get(key, f.UNKNOWN)) for key in comparison.factors),
             f"{group.finished} of {len(group.members)}",
             *(_cell(group, of, as_text) for of, as_text in _COLUMNS.values()),
         ]
         for group in comparison.groups
     ]
-    top = "".join(f"<th>{_text(name)}</th>" for name in head)
+    top = "".join(f"<th>{text(name)}</th>" for name in head)
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table class="list"><thead><tr>{top}</tr></thead><tbody>{cells}</tbody></table></div>'
 
 
 def _cell(group: Group, of: Callable[[Numbers], float | None], as_text: Callable[[float | None], str]) -> str:
     spread = group.spread(of)
-    text = _text(as_text(spread.mean))
+    shown = text(as_text(spread.mean))
     details = []
     if spread.std is not None:
         details.append(f"± {as_text(spread.std)}")
     if 0 < spread.count < group.finished:
         details.append(f"{spread.count} of {group.finished}")
-    return text + (f' <span class="spread">{_text(", ".join(details))}</span>' if details else "")
+    return shown + (f' <span class="spread">{text(", ".join(details))}</span>' if details else "")
 
 
 def _plain(spread: Spread, as_text: Callable[[float | None], str]) -> str:
@@ -144,8 +134,8 @@ def _heat(comparison: Comparison) -> str:
     lines = []
     for name, line in zip(comparison.factors[row], values, strict=True):
         cells = "".join(_heat_cell(float(value), low, high) for value in line)
-        lines.append(f"<tr><th>{_text(short(row))} {_text(name)}</th>{cells}</tr>")
-    top = "".join(f'<th class="heat">{_text(short(column))} {_text(name)}</th>' for name in comparison.factors[column])
+        lines.append(f"<tr><th>{text(short(row))} {text(name)}</th>{cells}</tr>")
+    top = "".join(f'<th class="heat">{text(short(column))} {text(name)}</th>' for name in comparison.factors[column])
     body = "".join(lines)
     return f'<div class="wide"><table><thead><tr><th></th>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -169,4 +159,4 @@ def _runs(comparison: Comparison) -> str:
                 *(as_text(of(numbers)) for of, as_text in _COLUMNS.values()),
             )
 
-    return _table(("Run", "Status", "Steps", *_COLUMNS), rows())
+    return table(("Run", "Status", "Steps", *_COLUMNS), rows())

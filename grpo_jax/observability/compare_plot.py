@@ -8,7 +8,7 @@ import numpy as np
 
 from grpo_jax.observability import format as f
 from grpo_jax.observability.compare import Comparison, Group, short
-from grpo_jax.observability.plot import LIGHT, Theme, _style
+from grpo_jax.observability.theme import LIGHT, Theme, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def draw_comparison(comparison: Comparison, theme: Theme = LIGHT) -> bytes:
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
     for i, (ax, (title, groups)) in enumerate(zip(axes, panels, strict=False)):
-        _style(ax, title, theme)
+        style_axes(ax, title, theme)
         _curves(ax, comparison, groups, theme)
         ax.tick_params(labelbottom=i + columns >= len(panels))  # of the lowest panel in each column
     if comparison.target is not None:
@@ -126,7 +126,7 @@ def _heat_map(figure: Any, comparison: Comparison, theme: Theme) -> None:
     (row, column), values = heat_values(comparison)
     figure.subplots_adjust(left=0.14, right=0.985, top=0.86, bottom=0.2)
     ax = figure.subplots(1, 1)
-    _style(ax, f"Final reward, {short(row)} by {short(column)}", theme)
+    style_axes(ax, f"Final reward, {short(row)} by {short(column)}", theme)
     ax.grid(visible=False)
     shades = LinearSegmentedColormap.from_list("reward", [theme.paper, theme.learner]).with_extremes(bad=theme.rule)
     known = values[~np.isnan(values)]

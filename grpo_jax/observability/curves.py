@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from grpo_jax.adapters.names import parse_policy
+from grpo_jax.observability.evaluations import passed_at, step_of
 from grpo_jax.observability.format import number, percent
 from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import RunData
@@ -147,18 +147,19 @@ def _lines(metrics: Sequence[Metrics], keys: Sequence[tuple[str, str]]) -> list[
 
 
 def _evaluations(run: RunData) -> list[Line]:
-    """By split, at the step whose policy was evaluated."""
+    """By split, at the step whose policy was evaluated: the mean reward, and pass@k where that is something else."""
     every, splits = run.config_value("sync_every", 1), dict.fromkeys(e.get("split", "eval") for e in run.evaluations)
     found = []
     for split in splits:
-        points = sorted(
-            (float((parse_policy(e["policy"]).version or 0) * every), float(e["reward"]))
-            for e in run.evaluations
-            if e.get("split", "eval") == split and e.get("reward") is not None
-        )
-        if points:
-            found.append(Line(f"split {split}", points, dots=True))
-    return found
+        chosen = [e for e in run.evaluations if e.get("split", "eval") == split]
+        of = f" of {split}" if len(splits) > 1 else ""
+        points = [(float(step_of(e, every)), float(e["reward"])) for e in chosen if e.get("reward") is not None]
+        found.append(Line(f"mean reward{of}", sorted(points), dots=True))
+        for k in sorted({k for e in chosen for k in passed_at(e)}):
+            passed = [(float(step_of(e, every)), passed_at(e)[k]) for e in chosen if k in passed_at(e)]
+            found.append(Line(f"pass@{k}{of}", sorted(passed), dots=True))
+    different = {tuple(line.points): line for line in reversed(found) if line.points}
+    return list(reversed(different.values()))[:_MOST_LINES]
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
@@ -18,6 +20,9 @@ _QUIET = (
     "filelock",
     "fsspec",
     "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
     "huggingface_hub",
     "jax",
     "orbax",
@@ -43,6 +48,21 @@ def configure_logging(role: str, path: Path | None) -> None:
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+@contextmanager
+def log_to(path: Path, role: str) -> Iterator[None]:
+    """The process's log also goes to a file (appended), as long as this lasts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(RoleFormatter(role))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 class StderrHandler(logging.StreamHandler):

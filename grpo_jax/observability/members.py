@@ -53,12 +53,13 @@ def write_index(folder: Bucket, sweep: Sweep) -> None:
 def members_of_sweep(folder: Bucket) -> tuple[str, list[Member]] | None:
     """The name and the runs of the sweep in this folder; None if there is no sweep in it."""
     try:
-        index = json.loads(folder.read_or_none(INDEX) or b"null")
-        return index and (
-            str(index["sweep"]),
-            [_member(folder.child(r["run"]), r["settings"], r["seed"], r["steps"]) for r in index["runs"]],
-        )
-    except (ValueError, KeyError, TypeError):
+        data = folder.read_or_none(INDEX)
+        if data is None:
+            return None
+        index = json.loads(data)
+        runs = [(folder.child(r["run"]), dict(r["settings"]), r["seed"], r["steps"]) for r in index["runs"]]
+        return str(index["sweep"]), [_member(*run) for run in runs]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{folder.address}/{INDEX} is no record of a sweep") from None
 
 

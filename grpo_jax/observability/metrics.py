@@ -1,13 +1,15 @@
 """The metrics of a run: one JSON object a line, on disk as they come and in the bucket in segments.
 
-The local file is what people read. The bucket holds `learner/metrics-<from>.jsonl`, one segment per life of the
-learner; after a resume segments overlap, and the later one counts from its first step on.
+The local file is what people read. The bucket holds `learner/metrics-<from>.<life>.jsonl`, one segment per life of the
+learner (its incarnation, which keeps the late write of an older life apart); after a resume segments overlap, and that
+of the later life counts from its first step on.
 """
 
 import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,8 @@ from grpo_jax.storage.bucket import Bucket
 Metrics = dict[str, Any]
 
 FILE = "metrics.jsonl"
-_SEGMENT = re.compile(rf"{layout.METRICS}/metrics-(\d{{6,}})\.jsonl")
+_LARGEST, _LAST_STEP = sys.float_info.max, 2**53
+_SEGMENT = re.compile(rf"{layout.METRICS}/metrics-(\d{{6,}})(?:\.(\d{{6,}}))?\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -59,29 +62,29 @@ class MetricsLog:
     segment ends where this one starts even before the first `sync`.
     """
 
-    def __init__(self, run_dir: Path, bucket: Bucket, first_step: int = 0):
-        self._path, self._bucket, self._first = run_dir / FILE, bucket, first_step
+    def __init__(self, run_dir: Path, bucket: Bucket, first_step: int = 0, life: int = 0):
+        self._path, self._bucket, self._key = run_dir / FILE, bucket, segment_key(first_step, life)
         self._last = first_step - 1
         self._sinks: Sinks | None = None
         segments = _segments(bucket)
         _rewrite(self._path, [r for r in read_metrics(run_dir) if r["step"] < first_step])
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed in close()
         self._start = os.fstat(self._file.fileno()).st_size
-        for start, key in segments.items():
-            if start > first_step:
+        for (segment_life, start), key in segments.items():
+            if segment_life <= life and start > first_step:
                 bucket.delete(key)
         if segments:
             self.sync()
 
     @classmethod
-    def resume(cls, run_dir: Path, bucket: Bucket, step: int) -> "MetricsLog":
+    def resume(cls, run_dir: Path, bucket: Bucket, step: int, life: int = 0) -> "MetricsLog":
         """Goes on at `step` (the steps finished) with the lines of all earlier steps, whichever place has them.
 
         Where both do the bucket is right: the local file may be a cache that a life on another machine has overtaken.
         """
         known = {r["step"]: r for r in [*read_metrics(run_dir), *read_metrics(bucket)]}
         _rewrite(run_dir / FILE, [known[t] for t in sorted(known) if t < step])
-        return cls(run_dir, bucket, step)
+        return cls(run_dir, bucket, step, life)
 
     def attach(self, sinks: Sinks | None) -> None:
         """Hands each line from now on to `sinks` too, and closes them at the end."""
@@ -104,11 +107,16 @@ class MetricsLog:
         self._file.write(_line(clean))
         self._last = step
 
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Hands a record that is kept elsewhere, and may be of any step, to the sinks alone."""
+        if self._sinks is not None:
+            self._sinks.log(record)
+
     def sync(self) -> None:
         """Replaces this life's segment in the bucket by all its lines so far."""
         with open(self._path, "rb") as file:
             file.seek(self._start)
-            self._bucket.replace(segment_key(self._first), file.read())
+            self._bucket.replace(self._key, file.read())
 
     def close(self) -> None:
         """Writes the segment a last time. OSError: the bucket did not take it, the local file is whole all the same."""
@@ -155,7 +163,7 @@ def read_metrics(source: Path | Bucket) -> list[Metrics]:
     """All records in the order of their steps, from a run directory or from a run's bucket; torn lines are left out."""
     if isinstance(source, Bucket):
         merged: dict[int, Metrics] = {}
-        for start, key in sorted(_segments(source).items()):
+        for (_, start), key in sorted(_segments(source).items()):
             kept = {t: r for t, r in merged.items() if t < start}
             merged = kept | {r["step"]: r for r in _parse(source.read_or_none(key) or b"") if r["step"] >= start}
     else:
@@ -166,23 +174,48 @@ def read_metrics(source: Path | Bucket) -> list[Metrics]:
     return [merged[t] for t in sorted(merged)]
 
 
-def segment_key(first_step: int) -> str:
-    return f"{layout.METRICS}/metrics-{first_step:06d}.jsonl"
+def numbers(record: Metrics) -> Metrics:
+    """A record without its texts, for who reckons with it."""
+    return {key: value for key, value in record.items() if not isinstance(value, str)}
 
 
-def _segments(bucket: Bucket) -> dict[int, str]:
+def segment_key(first_step: int, life: int = 0) -> str:
+    of_life = f".{life:06d}" if life else ""
+    return f"{layout.METRICS}/metrics-{first_step:06d}{of_life}.jsonl"
+
+
+def _segments(bucket: Bucket) -> dict[tuple[int, int], str]:
+    """Keys by life and first step."""
     matches = ((key, _SEGMENT.fullmatch(key)) for key in bucket.list(layout.METRICS))
-    return {int(match[1]): key for key, match in matches if match}
+    return {(int(match[2] or 0), int(match[1])): key for key, match in matches if match}
 
 
 def _parse(data: bytes) -> Iterator[Metrics]:
     for line in data.split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and _is_sound(record):
             yield record
+
+
+def _is_sound(record: Metrics) -> bool:
+    """Whether it has a step, and what a line may have beside it."""
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step <= _LAST_STEP:
+        return False
+    return all(_is_text(key) and (_is_text(value) or _is_number(value)) for key, value in record.items())
+
+
+def _is_text(value: Any) -> bool:
+    """Halves of surrogate pairs can be read from JSON, but not written again."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _is_number(value: Any) -> bool:
+    """False for what no float can be: NaN, infinity, an integer beyond all of them."""
+    return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 
 def _line(record: Metrics) -> bytes:

@@ -1,16 +1,15 @@
-"""The HTML of a report: one page without network assets. Whatever comes from a run is escaped by `_text`."""
+"""The HTML of a report: one page without network assets. Whatever comes from a run goes through `html.text`."""
 
-from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 from typing import Any
 
 import yaml
 
 from grpo_jax.observability import format as f
 from grpo_jax.observability.curves import curves_html, gains_html
-from grpo_jax.observability.page_style import CSS
+from grpo_jax.observability.evaluations import evaluation_rows
+from grpo_jax.observability.html import bullets, details, document, picture, section, table, text
 from grpo_jax.observability.rundata import RunData
 from grpo_jax.observability.samples import Shown
 from grpo_jax.observability.scrubbing import scrubbed_config
@@ -22,30 +21,26 @@ _STATUSES = ("running", "finished", "failed")
 
 def render(run: RunData, summary: dict[str, Any], pictures: Sequence[bytes], samples: list[Shown]) -> str:
     """The whole page. `pictures` are PNGs: none, or the light and the dark one."""
-    missing = summary["missing"]
     svg = timeline_svg(run)
-    body = [
-        _header(run, summary),
-        _tiles(summary),
-        _picture(pictures, run.name),
-        _section("Timeline", svg and f'<div class="wide">{svg}</div>{_LEGEND}'),
-        _section("Bottleneck", gains_html(summary["gains"])),
-        _section("Curves", curves_html(run)),
-        _section("Numbers", _table(None, _numbers(summary))),
-        _section("Evaluations", _evaluations(run)),
-        _section("Replicas", _replicas(run, summary)),
-        _section("Samples", _samples(samples)),
-        _section("Not there", missing and "<ul>" + "".join(f"<li>{_text(m)}</li>" for m in missing) + "</ul>"),
-        _details("Config", run.config and f"<pre>{_text(_yaml(run.config))}</pre>"),
-        _details("Versions", run.run.get("versions") and _table(None, sorted(run.run["versions"].items()))),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_text(run.name)} · grpo_jax</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
+    alt = f"Reward, staleness, time and mismatch of {run.name} by step"
+    return document(
+        run.name,
+        [
+            _header(run, summary),
+            _tiles(summary),
+            picture(pictures, alt),
+            section("Timeline", svg and f'<div class="wide">{svg}</div>{_LEGEND}'),
+            section("Bottleneck", gains_html(summary["gains"])),
+            section("Curves", curves_html(run)),
+            section("Numbers", table(None, _numbers(summary))),
+            section("Evaluations", _evaluations(run)),
+            section("Replicas", _replicas(run, summary)),
+            section("Groups in quarantine", _quarantined_groups(run)),
+            section("Samples", _samples(samples)),
+            section("Not there", bullets(summary["missing"])),
+            details("Config", run.config and f"<pre>{text(_yaml(run.config))}</pre>"),
+            details("Versions", run.run.get("versions") and table(None, sorted(run.run["versions"].items()))),
+        ],
     )
 
 
@@ -66,10 +61,10 @@ def _header(run: RunData, summary: dict[str, Any]) -> str:
     ]
     error = summary["error"]
     return (
-        f'<header><h1>{_text(run.name)}<span class="status {status}">{_text(summary["status"])}</span></h1>'
-        f'<p class="facts">{" · ".join(_text(fact) for fact in facts if fact)}</p>'
-        + (f'<p class="error">{_text(error)}</p>' if error else "")
-        + f'<p class="verdict">{_text(summary["verdict"])}</p></header>'
+        f'<header><h1>{text(run.name)}<span class="status {status}">{text(summary["status"])}</span></h1>'
+        f'<p class="facts">{" · ".join(text(fact) for fact in facts if fact)}</p>'
+        + (f'<p class="error">{text(error)}</p>' if error else "")
+        + f'<p class="verdict">{text(summary["verdict"])}</p></header>'
     )
 
 
@@ -97,18 +92,8 @@ def _tiles(s: dict[str, Any]) -> str:
     ]
     return (
         '<section class="tiles">'
-        + "".join(f"<div><h2>{a}</h2><strong>{_text(b)}</strong><small>{_text(c)}</small></div>" for a, b, c in tiles)
+        + "".join(f"<div><h2>{a}</h2><strong>{text(b)}</strong><small>{text(c)}</small></div>" for a, b, c in tiles)
         + "</section>"
-    )
-
-
-def _picture(pictures: Sequence[bytes], name: str) -> str:
-    if not pictures:
-        return ""
-    light, dark = (f"data:image/png;base64,{b64encode(png).decode()}" for png in pictures)
-    return (
-        f'<section><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="Reward, staleness, time and mismatch of {_text(name)} by step"></picture></section>'
     )
 
 
@@ -119,6 +104,7 @@ def _numbers(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("Steps", f"{s['steps']} of {f.number(s['total_steps'])}"),
         ("Reward, mean of the first 3 and the last 5 steps", f.arrow(s["reward_first3"], s["reward_last5"])),
         ("Held-out reward, base and trained", f.arrow(s["held_out_base"], s["held_out_trained"])),
+        *((f"Held-out pass@{k}, base and trained", f.arrow(*both)) for k, both in s["held_out_pass_at"].items()),
         ("Time per step, median", f.duration(s["step_s_median"])),
         ("Forward and backward per step, median", f.duration(s["fwd_bwd_s_median"])),
         (
@@ -142,11 +128,14 @@ def _numbers(s: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("Groups in the spool", f.number(s["groups"])),
         ("Groups dropped", _counts(s["dropped"])),
+        ("Groups in quarantine", f.number(s["quarantined_groups"])),
         ("Prompts skipped", _counts(s["skipped"])),
         ("Groups drawn again", f.number(s["redraws"])),
         ("Failed requests, failed rewards", f"{f.number(s['request_failures'])}, {f.number(s['reward_failures'])}"),
         ("Generated tokens", f.number(generated)),
         ("Wasted tokens", f"{f.number(wasted)}{share}"),
+        ("Starts of the learner, of the worker", f"{f.number(s['learner_starts'])}, {f.number(s['worker_starts'])}"),
+        ("Restarts of replicas", f.number(s["replica_restarts"])),
     ]
 
 
@@ -155,73 +144,51 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _evaluations(run: RunData) -> str:
-    labels = sorted({label for e in run.evaluations for label in e.get("rewards", {})})
-    rows = [
-        (
-            e["policy"], e["split"], f.number(e.get("problems")), f.number(e.get("samples")), f.reward(e["reward"]),
-            *(f.reward(e.get("rewards", {}).get(label)) for label in labels), f.number(e.get("unscorable")),
-        )
-        for e in run.evaluations
-    ]  # fmt: skip
-    return _table(("Policy", "Split", "Problems", "Samples each", "Reward", *labels, "Unscorable"), rows)
+    return table(*evaluation_rows(run.evaluations, run.config_value("sync_every", 1)))
 
 
 def _replicas(run: RunData, summary: dict[str, Any]) -> str:
     rows = []
     for key, r in run.replicas.items():
         engine = " ".join(str(r[k]) for k in ("engine", "engine_version", "dtype") if r.get(k))
-        quarantined = summary["quarantined"][key]
-        faults = [f"{policy}: {reason}" for policy, reason in quarantined.items()] + (
-            [r["error"]] if r.get("error") else []
-        )
+        faults = [f"{policy}: {reason}" for policy, reason in summary["quarantined"][key].items()]
+        faults += [r["error"]] if r.get("error") else []
         proved = sum(1 for name in r.get("proved", []) if name.startswith(f"{run.name}."))
-        rows.append(
-            (key, r.get("state", "?"), engine, str(proved), f.number(r.get("restarts")), "; ".join(faults) or "none")
-        )
-    return _table(("Replica", "State", "Engine", "Proved now", "Restarts", "Quarantined policies and errors"), rows)
+        counts = (f.number(r.get(k)) for k in ("proofs", "refused_total", "restarts"))
+        rows.append((key, r.get("state", "?"), engine, str(proved), *counts, "; ".join(faults) or "none"))
+    head = ("Replica", "State", "Engine", "Proved now", "Proofs", "Refused", "Restarts")
+    return table((*head, "Quarantined policies and errors"), rows)
+
+
+def _quarantined_groups(run: RunData) -> str:
+    found = run.learner.get("quarantined") or []
+    more = run.learner.get("quarantined_total", 0) - len(found)
+    note = f'<p class="note">And {more} before these.</p>' if more > 0 else ""
+    return table(("Object in the spool", "Why it is not trained"), found) + note
 
 
 def _samples(samples: list[Shown]) -> str:
     if not samples:
         return ""
-    parts = ['<p class="note">The first sample of the first groups of a batch; nothing is selected.</p>']
+    out = ['<p class="note">The first sample of the first groups of a batch; nothing is selected.</p>']
     for title in dict.fromkeys(s.title for s in samples):
-        parts.append(f"<h3>{_text(title)}</h3>")
+        out.append(f"<h3>{text(title)}</h3>")
         for s in (s for s in samples if s.title == title):
             facts = f"{s.problem} · expected {s.answer}" if s.answer is not None else s.problem
             ends = f"{f.number(s.tokens)} tokens, {s.finish_reason} · {s.policy}"
-            prompt = f'<pre class="prompt">{_text(_cut(s.prompt))}</pre>' if s.prompt else ""
-            parts.append(
-                f'<article><p><b class="reward">{_text(f.reward(s.reward))}</b> {_text(facts)}'
-                f"<span>{_text(ends)}</span></p>{prompt}<pre>{_text(_cut(s.completion))}</pre></article>"
+            prompt = f'<pre class="prompt">{text(_cut(s.prompt))}</pre>' if s.prompt else ""
+            parts = ", ".join(f"{label} {f.reward(value)}" for label, value in s.parts.items())
+            of_parts = f"<small>{text(parts)}</small>" if len(s.parts) > 1 else ""
+            out.append(
+                f'<article><p><b class="reward">{text(f.reward(s.reward))}</b>{of_parts} {text(facts)}'
+                f"<span>{text(ends)}</span></p>{prompt}<pre>{text(_cut(s.completion))}</pre></article>"
             )
-    return "".join(parts)
-
-
-def _table(head: Sequence[str] | None, rows: Iterable[Sequence[Any]]) -> str:
-    rows = list(rows)
-    if not rows:
-        return ""
-    top = f"<thead><tr>{''.join(f'<th>{_text(h)}</th>' for h in head)}</tr></thead>" if head else ""
-    cells = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table class="{"list" if head else "pairs"}">{top}<tbody>{cells}</tbody></table></div>'
-
-
-def _section(title: str, content: Any) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
-
-
-def _details(title: str, content: Any) -> str:
-    return f"<details><summary>{title}</summary>{content}</details>" if content else ""
+    return "".join(out)
 
 
 def _yaml(config: dict[str, Any]) -> str:
     return yaml.safe_dump(scrubbed_config(config), sort_keys=False, allow_unicode=True, width=100)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} … ({len(text):,} characters)"
-
-
-def _text(value: Any) -> str:
-    return escape(str(value))
+def _cut(whole: str) -> str:
+    return whole if len(whole) <= _LONGEST_TEXT else f"{whole[:_LONGEST_TEXT]} … ({len(whole):,} characters)"

@@ -1,6 +1,6 @@
 """The style sheet of a report: the palette of the picture, light and dark."""
 
-from grpo_jax.observability.plot import DARK, LIGHT, Theme
+from grpo_jax.observability.theme import DARK, LIGHT, Theme
 
 
 def _variables(theme: Theme) -> str:
@@ -31,17 +31,20 @@ section,details{margin-top:40px}
 .tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:1px;background:var(--rule);
   border:1px solid var(--rule);border-radius:10px;overflow:hidden}
 @media (max-width:960px){.tiles{grid-template-columns:repeat(3,1fr)}}
-@media (max-width:560px){.tiles{grid-template-columns:repeat(2,1fr)}}
+@media (max-width:560px){.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}}
 .tiles div{background:var(--paper);padding:14px 16px}
 .tiles h2{font-size:12px;font-weight:500;color:var(--muted);margin:0}
 .tiles strong{display:block;font-size:21px;font-weight:620;margin:4px 0 1px;white-space:nowrap}
 .tiles small{font-size:12px}
+@media (max-width:560px){.tiles div{padding:12px}.tiles strong{font-size:18px}}
 img{display:block;width:100%;height:auto}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{text-align:left;font-weight:500;font-size:12px;color:var(--muted)}
 th,td{padding:7px 18px 7px 0;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:anywhere}
 .pairs td:first-child{width:52%;color:var(--muted)}
+.list td,.list th{overflow-wrap:break-word}
+.list td:last-child:not(:first-child){overflow-wrap:anywhere;min-width:8em}
 .timeline{min-width:640px;width:100%;height:auto;display:block}
 .timeline .learner{fill:var(--learner)}
 .timeline .generator{fill:var(--generator)}

@@ -2,14 +2,15 @@
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_jax.observability.evaluations import step_of
 from grpo_jax.observability.format import duration
 from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import RunData
+from grpo_jax.observability.theme import LIGHT, Theme, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,23 +20,6 @@ Label = tuple[float, str, str]  # y in data coordinates, text, colour
 _DPI = 150
 # A step this many times longer than the median (the first one compiles) would flatten all the others.
 _OUTLIER = 3.0
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Three hues (learner, generators, attention) and greys; the page uses the same."""
-
-    paper: str
-    ink: str
-    muted: str
-    rule: str
-    learner: str
-    generator: str
-    accent: str
-
-
-LIGHT = Theme("#ffffff", "#1c2026", "#6b7280", "#e5e7eb", "#2f5d9b", "#3f8f7f", "#c2632f")
-DARK = Theme("#171a1f", "#e6e8eb", "#9aa1ab", "#2c3139", "#7aa7e6", "#6fc3b1", "#e5945f")
 
 
 def draw(run: RunData, theme: Theme = LIGHT) -> bytes:
@@ -55,7 +39,7 @@ def draw(run: RunData, theme: Theme = LIGHT) -> bytes:
     ]
     first, last = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else (0, 0)
     for ax, (title, panel) in zip(axes.flat, panels, strict=True):
-        _style(ax, title, theme)
+        style_axes(ax, title, theme)
         labels = panel(ax, run, theme)
         if labels:
             ax.set_xlim(first - 0.7, max(last, first + 4) + 0.7)
@@ -79,7 +63,10 @@ def _reward(ax: "Axes", run: RunData, theme: Theme) -> list[Label]:
         for e, what, color in ((base, "base", theme.muted), (trained, "trained", theme.accent))
         if e is not None
     ]
-    for value, _, color in marks:
+    evaluated = [(step_of(e, run.config_value("sync_every", 1)), e["reward"]) for e in run.scored_evaluations]
+    if is_course := len(evaluated) > 2:
+        ax.plot(*zip(*evaluated, strict=True), color=theme.accent, zorder=4, **_line(0))
+    for value, _, color in marks[:1] if is_course else marks:
         ax.axhline(value, color=color, linewidth=1.2, linestyle=(0, (4, 3)), zorder=2)
     if not len(x):
         return marks
@@ -160,20 +147,6 @@ def _mismatch(ax: "Axes", run: RunData, theme: Theme) -> list[Label]:
         ax.set_yscale("log")
         ax.minorticks_off()
     return labels
-
-
-def _style(ax: "Axes", title: str, theme: Theme) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.set_facecolor(theme.paper)
-    ax.set_title(title, loc="left", color=theme.ink, fontsize=11.5, fontweight="bold", pad=9)
-    for side, spine in ax.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.rule)
-    ax.tick_params(colors=theme.muted, labelsize=9, length=0, pad=5)
-    ax.grid(axis="y", color=theme.rule, linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
 
 
 def _label(ax: "Axes", labels: list[Label]) -> None:

@@ -1,6 +1,7 @@
 """The progress of `grpo-jax run`: a few lines that stay in place on a terminal, one line per step anywhere else."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -51,14 +52,15 @@ class RunProgress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self) -> None:
+    def update(self, stuck: Sequence[str] = ()) -> None:
+        """`stuck`: who waits for whom where the run does not get on; for a terminal, others find it in the log."""
         now = time.monotonic()
         records = now - self._records_at >= _RECORDS_EVERY_S
         if records:
             self._records_at = now
         snapshot = self._observer.snapshot(records)
         if self._live is not None:
-            self._live.update(panel(self._name, snapshot), refresh=True)
+            self._live.update(panel(self._name, snapshot, stuck), refresh=True)
             return
         for record in snapshot.news:
             self._console.print(step_line(record, snapshot), highlight=False, markup=False, soft_wrap=True)
@@ -80,8 +82,8 @@ def step_line(record: Metrics, snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def panel(name: str, snapshot: Snapshot) -> RenderableType:
-    """Two to four lines: where the run is, its last numbers, who waits for what, what is wrong."""
+def panel(name: str, snapshot: Snapshot, stuck: Sequence[str] = ()) -> RenderableType:
+    """Two to four lines, and more where something is wrong: where the run is, its last numbers, who waits for what."""
     head = Table.grid(padding=(0, 2), expand=False)
     bar = ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=32)
     left = snapshot.seconds_left(snapshot.step)
@@ -101,7 +103,8 @@ def panel(name: str, snapshot: Snapshot) -> RenderableType:
         lines.append(Text("  ".join(facts)))
     waits = snapshot.waits() or _roles(snapshot)
     lines.append(Text(" · ".join(waits), style="dim", overflow="ellipsis", no_wrap=True))
-    lines += [Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in snapshot.quarantined(name)]
+    wrong = [*stuck, *snapshot.quarantined(name)]
+    lines += [Text(line, style="yellow", overflow="ellipsis", no_wrap=True) for line in wrong]
     return Group(*lines)
 
 

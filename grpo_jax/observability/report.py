@@ -8,10 +8,11 @@ from typing import Any
 from grpo_jax.errors import UsageError
 from grpo_jax.observability import format as f
 from grpo_jax.observability.page import render
-from grpo_jax.observability.plot import DARK, LIGHT, draw
+from grpo_jax.observability.plot import draw
 from grpo_jax.observability.rundata import load_run
 from grpo_jax.observability.samples import Decode, choose_samples
 from grpo_jax.observability.summary import summarise
+from grpo_jax.observability.theme import DARK, LIGHT
 from grpo_jax.storage.bucket import Bucket
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.adapters.names import parse_policy
-from grpo_jax.observability.metrics import Metrics, read_metrics
+from grpo_jax.observability.metrics import Metrics, numbers, read_metrics
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
+from grpo_jax.storage.batches import read_batch
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import Record, unseal
+from grpo_jax.storage.records import Record, read_record
+from grpo_jax.storage.shapes import is_shaped
 from grpo_jax.storage.spool import SpoolReader
 
 log = logging.getLogger(__name__)
@@ -46,10 +48,16 @@ class RunData:
         return node
 
     @property
-    def held_out(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """(base, trained): the evaluations of v0 and of the newest later policy, on the configured split, if scored."""
+    def scored_evaluations(self) -> list[dict[str, Any]]:
+        """Those on the configured split that have a reward, one for each version, by version."""
         split = self.config_value("evaluation.split", "eval")
         found = {_version(e): e for e in self.evaluations if e.get("split") == split and e["reward"] is not None}
+        return [found[version] for version in sorted(found)]
+
+    @property
+    def held_out(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """(base, trained): the evaluations of v0 and of the newest later policy, as far as there are any."""
+        found = {_version(e): e for e in self.scored_evaluations}
         return found.get(0), found[max(found)] if max(found, default=0) > 0 else None
 
 
@@ -59,7 +67,8 @@ def load_run(run_dir: Path | None, bucket: Bucket, groups: bool = True) -> RunDa
     run = _record(bucket, layout.RUN, missing, "The run's record (run.json)")
     name = run.get("run") or run_name(bucket)
     fleet = ((run.get("config") or {}).get("fleet") or {}).get("name") or name
-    metrics = (read_metrics(run_dir) if run_dir is not None else []) or read_metrics(bucket)
+    read = (read_metrics(run_dir) if run_dir is not None else []) or read_metrics(bucket)
+    metrics = [numbers(record) for record in read]
     if not metrics:
         missing.append("No step has been finished: there are no metrics.")
     spool = SpoolReader(bucket).poll() if groups else []
@@ -100,25 +109,21 @@ def run_name(run: Bucket) -> str:
 
 def batch_ids(bucket: Bucket, step: int) -> list[str]:
     """The ids of the groups that `step` trained, in order; [] if its batch record is not there or not sound."""
-    data = bucket.read_or_none(layout.batch(step))
-    try:
-        return [str(group) for group in json.loads(data or b"{}").get("groups", [])]
-    except (ValueError, AttributeError, TypeError):
-        return []
+    record = read_batch(bucket, step)
+    return [] if record is None else record["groups"]
 
 
 def _record(bucket: Bucket, key: str, missing: list[str], what: str) -> Record:
-    data = bucket.read_or_none(key)
-    record = unseal(data) if data is not None else None
+    record = read_record(bucket, key)
     if record is None:
-        missing.append(f"{what} {'is not there' if data is None else 'is damaged'}.")
+        missing.append(f"{what} {'is not there' if bucket.read_or_none(key) is None else 'is damaged'}.")
     return record or {}
 
 
 def _records(bucket: Bucket, folder: str) -> dict[str, Record]:
     found = {}
     for key in bucket.list(folder):
-        record = unseal(bucket.read_or_none(key) or b"")
+        record = read_record(bucket, key)
         if record is not None:
             found[key.rsplit("/", 1)[-1].removesuffix(".json")] = record
     return found
@@ -129,8 +134,10 @@ def _evaluations(bucket: Bucket) -> list[dict[str, Any]]:
     for key in bucket.list(layout.EVALUATIONS):
         try:
             evaluation = json.loads(bucket.read_or_none(key) or b"")
-            _version(evaluation), float(evaluation["reward"] or 0)  # None: nothing could be scored
-        except (ValueError, KeyError, TypeError):
+            if not is_shaped(key, evaluation):
+                raise ValueError
+            _version(evaluation)
+        except (ValueError, RecursionError):
             log.warning("%s is no evaluation", key)
             continue
         found.append(evaluation)

@@ -15,7 +15,7 @@ from grpo_jax.observability.rundata import RunData, batch_ids
 from grpo_jax.rollouts.sample import Group, Sample
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import unseal
+from grpo_jax.storage.records import read_record
 from grpo_jax.storage.spool import SpoolReader, group_ids
 
 Decode = Callable[[Sequence[int]], str]
@@ -27,7 +27,7 @@ _LONGEST_CELL = 2000
 
 @dataclass(frozen=True)
 class Shown:
-    title: str  # which step
+    title: str  # which step, or which sample: its group's id and its place in it
     problem: str
     answer: Any
     prompt: str | None  # None: no tokenizer was at hand
@@ -90,22 +90,23 @@ def select_samples(
         raise UsageError(f"{bucket.address}: there are no samples{kind}")
     groups.sort(key=lambda group: group.provenance.started_at, reverse=True)
     places = range(max(len(group.samples) for group in groups))
-    pairs = [(group, group.samples[i]) for i in places for group in groups if i < len(group.samples)]
-    pairs = [(group, sample) for group, sample in pairs if sample.finish_reason != "failed"]
+    found = [(group, i) for i in places for group in groups if i < len(group.samples)]
+    found = [(group, i) for group, i in found if group.samples[i].finish_reason != "failed"]
     if order != "newest":
-        scored = [(sample.reward, (group, sample)) for group, sample in pairs if sample.reward is not None]
-        pairs = [pair for _, pair in sorted(scored, key=lambda item: item[0], reverse=order == "best")]
-    return [_shown(str(group.id), group, sample, decode) for group, sample in pairs[:n]]
+        scored = [(reward, (group, i)) for group, i in found if (reward := group.samples[i].reward) is not None]
+        found = [pair for _, pair in sorted(scored, key=lambda item: item[0], reverse=order == "best")]
+    return [_shown(f"{group.id}/{i}", group, group.samples[i], decode) for group, i in found[:n]]
 
 
 def samples_table(shown: Sequence[Shown]) -> Table:
     """One row a sample. What the model wrote is shown as it is, but for control characters."""
-    names = ("policy", "prompt", "answer", "completion", "reward", "tokens")
+    names = ("sample", "policy", "prompt", "answer", "completion", "reward", "tokens")
     table = Table(*(Column(name, overflow="fold") for name in names), show_lines=True)
     for sample in shown:
         prompt = f"{sample.problem}" if sample.prompt is None else sample.prompt
         parts = [f"{name} {_value(value)}" for name, value in sample.parts.items()]
         cells = (
+            sample.title,
             sample.policy,
             prompt,
             "" if sample.answer is None else str(sample.answer),
@@ -119,7 +120,7 @@ def samples_table(shown: Sequence[Shown]) -> Table:
 
 def run_model(bucket: Bucket) -> str | None:
     """`model.source` of the run's record, if it has one."""
-    record = unseal(bucket.read_or_none(layout.RUN) or b"") or {}
+    record = read_record(bucket, layout.RUN) or {}
     return ((record.get("config") or {}).get("model") or {}).get("source")
 
 

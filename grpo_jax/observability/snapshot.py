@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from grpo_jax.observability.metrics import Metrics, MetricsTail
+from grpo_jax.observability.metrics import Metrics, MetricsTail, numbers
 from grpo_jax.observability.rundata import bucket_root
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
@@ -113,7 +113,8 @@ class Observer:
             self._records = _safely(self._read_records) or self._records
         news = _safely(self._tail.poll) or []
         steps = sorted(self._tail.records)[-_AVERAGED:]
-        return replace(self._records, recent=[self._tail.records[t] for t in steps], news=news)
+        recent = [numbers(self._tail.records[t]) for t in steps]
+        return replace(self._records, recent=recent, news=[numbers(record) for record in news])
 
     def _read_records(self) -> Snapshot:
         return Snapshot(

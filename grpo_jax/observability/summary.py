@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.observability.evaluations import passed_at
 from grpo_jax.observability.flow import mean_of
 from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import RunData
@@ -28,6 +29,7 @@ def summarise(run: RunData) -> dict[str, Any]:
         "reward_last5": mean_of(metrics[-5:], "reward"),
         "held_out_base": base,
         "held_out_trained": trained,
+        "held_out_pass_at": _pass_at(run),
         "step_s_median": _percentile(metrics, "perf/step_s", 50),
         "fwd_bwd_s_median": _percentile(metrics, "perf/fwd_bwd_s", 50),
         "overlap": times,
@@ -49,6 +51,10 @@ def summarise(run: RunData) -> dict[str, Any]:
         "reward_failures": _sum(run.workers, "reward_failures"),
         "redraws": _sum(run.workers, "redraws"),
         "quarantined": {key: _quarantined(run, record) for key, record in run.replicas.items()},
+        "quarantined_groups": run.learner.get("quarantined_total"),
+        "learner_starts": run.learner.get("incarnation"),
+        "worker_starts": _sum(run.workers, "incarnation"),
+        "replica_restarts": _sum(run.replicas, "restarts"),
         "learner_wait_share": _wait_share(metrics),
         "backpressure_share": _backpressure_share(run, times["span_s"]),
         "verdict": judged.sentence,
@@ -56,6 +62,12 @@ def summarise(run: RunData) -> dict[str, Any]:
         "gains": judged.gains,
         "missing": run.missing,
     }
+
+
+def _pass_at(run: RunData) -> dict[str, tuple[float | None, float | None]]:
+    """By k: pass@k of the base and of the trained policy."""
+    base, trained = ({} if e is None else passed_at(e) for e in run.held_out)
+    return {str(k): (base.get(k), trained.get(k)) for k in sorted(base.keys() | trained.keys())}
 
 
 def _wait_share(metrics: list[Metrics]) -> float | None:

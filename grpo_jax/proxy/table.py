@@ -66,8 +66,17 @@ class Table:
                 replica.choose_newest(self._window)
 
     def named_lately(self, policy: str) -> bool:
-        """Whether a replica named this policy of the run lately, proved or not. A no counts once `complete`."""
-        return policy in self._seen
+        """Whether a replica named this policy of the run lately, proved or not. A no counts once `complete`.
+
+        Not what is older than the window and proved nowhere: it was retired, and nobody will load it again.
+        """
+        return policy in self._seen and not self._is_retired(policy)
+
+    def _is_retired(self, policy: str) -> bool:
+        versions = self._versions(self._window)
+        if not versions or any(policy in replica.proved for replica in self.replicas.values()):
+            return False
+        return self._versions([policy]).get(policy, 0) < min(versions.values())
 
     def policies(self) -> dict[str, int]:
         """Every policy proved on a ready replica and its version, newest first."""

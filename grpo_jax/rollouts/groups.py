@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.rollouts.admission import Ticket
 from grpo_jax.rollouts.client import Client, PolicyGone, RequestError, RequestFailed
 from grpo_jax.rollouts.drawing import Draw, Drawer
-from grpo_jax.rollouts.sample import Group, GroupId, Provenance
+from grpo_jax.rollouts.sample import Group, GroupId, Provenance, prompt_digest
 from grpo_jax.rollouts.seeds import sampling_seed
 from grpo_jax.rollouts.tasks import Problem, problem_at
 from grpo_jax.rollouts.tokenizer import Prompts
@@ -32,9 +32,18 @@ class GroupDropped(Exception):
 
 
 class GroupMaker:
-    def __init__(self, config: Config, problems: Sequence[Problem], prompts: Prompts, client: Client, drawer: Drawer):
+    def __init__(
+        self,
+        config: Config,
+        problems: Sequence[Problem],
+        prompts: Prompts,
+        client: Client,
+        drawer: Drawer,
+        verifiers: Mapping[str, str] | None = None,
+    ):
+        """`verifiers`: see `Provenance`."""
         self._config, self._problems, self._prompts = config, problems, prompts
-        self._client, self._drawer = client, drawer
+        self._client, self._drawer, self._verifiers = client, drawer, dict(verifiers or {})
 
     async def make(self, ticket: Ticket, policy: str, started_at: float) -> Group:
         """The group of `ticket`, sampled under `policy`.
@@ -108,6 +117,8 @@ class GroupMaker:
             finished_at=time.time(),
             answer=_for_the_record(problem.answer),
             failures=draw.failures,
+            prompt_digest=prompt_digest(prompt),
+            verifiers=self._verifiers,
         )
         return Group(group_id, np.array(prompt, np.int32), draw.samples, provenance)
 

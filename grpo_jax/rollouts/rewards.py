@@ -14,11 +14,13 @@ A function may carry two attributes: `requires`, the names of modules that it im
 `grpo-jax check` uses both.
 """
 
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from grpo_jax.config.schema import Reward as RewardConfig
@@ -105,6 +107,21 @@ class Reward:
     def read(self, answer: Any, count: int) -> list[Value]:
         """What a call with `count` completions has returned. TypeError or ValueError if it is not of the interface."""
         return read_values(answer, count) if self.batched else [read_value(answer)]
+
+
+def verifiers(rewards: Sequence[Reward]) -> dict[str, str]:
+    """By label: sha256 of the file that a reward's function stands in; those that stand in none are left out.
+
+    Of that file alone: what it imports is not part of it.
+    """
+    found = {}
+    for reward in rewards:
+        try:
+            path = inspect.getsourcefile(inspect.unwrap(reward.function))
+            found[reward.label] = hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+        except (TypeError, ValueError, OSError):
+            continue
+    return found
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> list[Reward]:

@@ -6,8 +6,10 @@ the header, with a sha256 over both. Nothing is unpickled, and `from_bytes` chec
 
 import hashlib
 import json
+import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,10 @@ class Provenance:
     finished_at: float
     answer: Any = None
     failures: tuple[str, ...] = ()
+    prompt_digest: str = ""
+    """What `prompt_digest` says of the prompt that was sent; empty in files that were written without it."""
+    verifiers: dict[str, str] = field(default_factory=dict)
+    """Label of a reward → sha256 of the file that its function stands in."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,15 @@ class Group:
             if _checksum(tensors, header_text) != checksum:
                 raise GroupError("the checksum does not match the content")
             header = json.loads(header_text)
+            canonical_json(header)  # no NaN and no broken text anywhere in it
             lengths = _typed(tensors, "lengths", np.int32)
             prompt = _typed(tensors, "prompt_tokens", np.int32)
             tokens, logprobs = _typed(tensors, "tokens", np.int32), _typed(tensors, "logprobs", np.float32)
             rewards = _typed(tensors, "rewards", np.float64)
-            if not len(prompt) or len(lengths) != len(rewards) or len(lengths) != len(header["samples"]):
-                raise GroupError("the prompt is empty or the counts of samples differ")
+            if not len(prompt) or not len(lengths):
+                raise GroupError("the prompt is empty or there are no samples")
+            if len(lengths) != len(rewards) or len(lengths) != len(header["samples"]):
+                raise GroupError("the counts of samples differ")
             if (lengths < 0).any() or lengths.sum() != len(tokens) or len(tokens) != len(logprobs):
                 raise GroupError("the lengths of tokens and log-probabilities differ")
             if (prompt < 0).any() or (tokens < 0).any() or np.isinf(rewards).any():
@@ -139,22 +148,62 @@ class Group:
                     tokens[end - length : end],
                     logprobs[end - length : end],
                     None if np.isnan(reward) else float(reward),
-                    dict(extra["reward_parts"]),
-                    str(extra["text"]),
-                    str(extra["finish_reason"]),
+                    _reward_parts(extra["reward_parts"]),
+                    _text(extra["text"]),
+                    _finish_reason(extra["finish_reason"]),
                 )
                 for length, end, reward, extra in zip(lengths, ends, rewards, header["samples"], strict=True)
             )
-            provenance = Provenance(**{**header["provenance"], "failures": tuple(header["provenance"]["failures"])})
+            provenance = _provenance(header["provenance"])
             if parse_policy(provenance.policy).version is None:
                 raise GroupError(f"{provenance.policy} is a probe")
             return cls(GroupId.parse(header["id"]), prompt, samples, provenance)
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+        ) as error:  # fmt: skip
             raise GroupError(f"not a group: {error!r}") from None
 
 
 class GroupError(Exception):
     """A spool file that is not a sound group."""
+
+
+def prompt_digest(tokens: Sequence[int] | np.ndarray) -> str:
+    """sha256 (hex) of a prompt's token ids, as little-endian int32."""
+    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
+
+
+def _provenance(raw: dict[str, Any]) -> Provenance:
+    found = Provenance(**{**raw, "failures": tuple(map(_text, raw["failures"]))})
+    for text in (found.policy, found.replica, found.problem_id, found.prompt_digest, *found.verifiers.values()):
+        _text(text)
+    for seconds in (found.started_at, found.finished_at):
+        _number(seconds)
+    if type(found.seed) is not int or not isinstance(found.sampler, dict):
+        raise GroupError("the seed is no integer or the sampler's settings are no object")
+    return found
+
+
+def _reward_parts(raw: dict[str, Any]) -> dict[str, float | None]:
+    return {label: None if value is None else _number(value) for label, value in raw.items()}
+
+
+def _finish_reason(raw: Any) -> str:
+    if raw not in ("stop", "length", "failed"):
+        raise GroupError(f"a sample ended with finish_reason {raw!r:.100}")
+    return raw
+
+
+def _text(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise GroupError(f"{raw!r:.100} is no text")
+    return raw
+
+
+def _number(raw: Any) -> float:
+    if type(raw) not in (int, float) or not math.isfinite(raw):
+        raise GroupError(f"{raw!r:.100} is no number")
+    return raw
 
 
 def _typed(tensors: dict[str, np.ndarray], name: str, dtype: type) -> np.ndarray:

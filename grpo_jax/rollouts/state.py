@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import Record, RecordWriter, unseal
+from grpo_jax.storage.records import Record, RecordWriter, incarnation_after, read_record
 
 _POLICIES_KEPT = 64
 
@@ -40,12 +40,12 @@ class Counters:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Counters":
         return cls(
-            **{key: int(record[key]) for key in ("generated_tokens", "wasted_tokens", "request_failures")},
-            **{key: int(record[key]) for key in ("reward_failures", "redraws")},
-            backpressure_s=float(record["backpressure_s"]),
+            **{key: int(record.get(key, 0)) for key in ("generated_tokens", "wasted_tokens", "request_failures")},
+            **{key: int(record.get(key, 0)) for key in ("reward_failures", "redraws")},
+            backpressure_s=float(record.get("backpressure_s", 0.0)),
             scoring_s=float(record.get("scoring_s", 0.0)),
             first_named=dict(record.get("first_named", {})),
-            first_served=dict(record["first_served"]),
+            first_served=dict(record.get("first_served", {})),
         )
 
 
@@ -65,15 +65,15 @@ class Previous:
 
 
 def read_previous(run: Bucket, worker_id: str) -> Previous:
-    record = unseal(run.read_or_none(layout.worker_state(worker_id)) or b"")
+    record = read_record(run, layout.worker_state(worker_id))
     if record is None:
         return Previous(0, Counters(), {})
-    skipped = {int(index): str(reason) for _, index, reason in record["skipped"]}
+    skipped = {int(index): str(reason) for _, index, reason in record.get("skipped", [])}
     return Previous(int(record["incarnation"]), Counters.of(record), skipped)
 
 
 def record_writer(run: Bucket, worker_id: str, previous: Previous) -> RecordWriter:
-    return RecordWriter(run, layout.worker_state(worker_id), previous.incarnation + 1)
+    return RecordWriter(run, layout.worker_state(worker_id), incarnation_after(previous.incarnation))
 
 
 def record_body(

@@ -25,6 +25,7 @@ class RunWatch:
     Attributes:
       drops: what the learner will never train, with its reasons.
       policies: version → name of all that may be named now; only if they are followed.
+      to_evaluate: the policies whose evaluation is wanted now; only if they are followed.
     """
 
     def __init__(self, run: Bucket, fleet: Fleet, *, follow_policies: bool = False):
@@ -39,6 +40,7 @@ class RunWatch:
         self._reads = 0
         self.drops: dict[Ticket, str] = {}
         self.policies: dict[int | None, str] = {}
+        self.to_evaluate: tuple[str, ...] = ()
 
     def read(self) -> None:
         """Reads the records; raises what the bucket raises."""
@@ -50,15 +52,13 @@ class RunWatch:
             self._state_record = state
             self.drops = _drops(state)
         if self._follow_policies and (pointer := self._policy.read()) is not None:
-            self.policies = {parse_policy(name).version: name for name in pointer["window"]}
+            self.policies = _versions(pointer)
+            # The state was read before: the pointer of a learner that drains is the last one.
+            wanted = [pointer.get("pinned"), pointer.get("current") if self.is_draining else None]
+            self.to_evaluate = tuple(dict.fromkeys(str(name) for name in wanted if name))
         if not self._reads:
             self._first = self._stamp
         self._reads += 1
-
-    def read_current_policy(self) -> str | None:
-        """The name that the learner published last; reads the bucket."""
-        record = self._policy.read()
-        return None if record is None else str(record["current"])
 
     @property
     def has_begun(self) -> bool:
@@ -68,7 +68,7 @@ class RunWatch:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, as the learner has it now; 0 before it has said so."""
-        return 0 if self._state_record is None else int(self._state_record["total_steps"])
+        return 0 if self._state_record is None else int(self._state_record.get("total_steps", 0))
 
     @property
     def is_draining(self) -> bool:
@@ -81,7 +81,7 @@ class RunWatch:
             return False
         run, state = self._run_record, self._state_record
         newest = max((record["incarnation"] for record in (run, state) if record is not None), default=0)
-        final = run is not None and run["status"] in _FINAL and run["incarnation"] == newest
+        final = run is not None and run.get("status") in _FINAL and run["incarnation"] == newest
         return final or (self._phase == "done" and state is not None and state["incarnation"] == newest)
 
     def check_alive(self) -> None:
@@ -93,7 +93,7 @@ class RunWatch:
 
     @property
     def _phase(self) -> str | None:
-        return None if self._state_record is None else self._state_record["phase"]
+        return None if self._state_record is None else self._state_record.get("phase")
 
     @property
     def _is_settled(self) -> bool:
@@ -107,9 +107,22 @@ class RunWatch:
         return None if record is None else (record["incarnation"], record["seq"])
 
 
+def _versions(pointer: Record) -> dict[int | None, str]:
+    found: dict[int | None, str] = {}
+    for name in pointer.get("window", []):
+        try:
+            found[parse_policy(name).version] = name
+        except ValueError:  # nothing of that name is served
+            continue
+    return found
+
+
 def _drops(state: Record | None) -> dict[Ticket, str]:
     found = {}
-    for text, reason in [] if state is None else state["drops"]:
-        group = GroupId.parse(text)
+    for text, reason in [] if state is None else state.get("drops", []):
+        try:
+            group = GroupId.parse(text)
+        except ValueError:  # a learner of another make; none of our groups is called so
+            continue
         found[Ticket(group.index, group.attempt)] = str(reason)
     return found

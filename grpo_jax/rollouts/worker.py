@@ -5,6 +5,7 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from grpo_jax.config.schema import Config
@@ -14,6 +15,7 @@ from grpo_jax.rollouts.client import Client
 from grpo_jax.rollouts.drawing import Drawer
 from grpo_jax.rollouts.evaluation import Evaluator
 from grpo_jax.rollouts.groups import GroupDropped, GroupMaker
+from grpo_jax.rollouts.rewards import verifiers
 from grpo_jax.rollouts.sample import GroupId
 from grpo_jax.rollouts.scoring import Scorer
 from grpo_jax.rollouts.setup import Plugins, load_plugins
@@ -86,7 +88,9 @@ class _Worker:
         self._counters = previous.counters
         self._scorer = Scorer(plugins.rewards, config.rollouts.reward_timeout_s)
         self._drawer = Drawer(client, self._scorer, config.sampling, self._counters)
-        self._maker = GroupMaker(config, self._problems, plugins.prompts, client, self._drawer)
+        self._maker = GroupMaker(
+            config, self._problems, plugins.prompts, client, self._drawer, verifiers(plugins.rewards)
+        )
         self._evaluator = None
         if config.evaluation.samples:
             held_out = plugins.splits[config.evaluation.split]
@@ -98,7 +102,8 @@ class _Worker:
             max_redraws=config.rollouts.max_redraws,
             exactly=config.staleness is not None,
         )
-        self._watch = RunWatch(run, config.fleet, follow_policies=config.staleness is not None)
+        follow = config.staleness is not None or self._evaluator is not None
+        self._watch = RunWatch(run, config.fleet, follow_policies=follow)
         self._spool = SpoolWriter(run, worker_id)
         self._record = record_writer(run, worker_id, previous)
         self._poll_s = _LOCAL_POLL_S if run.is_local else _REMOTE_POLL_S
@@ -148,8 +153,6 @@ class _Worker:
         await asyncio.sleep(self._poll_s)
         try:
             await in_daemon_thread(self._watch.read)
-            if self._watch.is_draining and self._evaluator is not None:
-                self._evaluate_last(await in_daemon_thread(self._watch.read_current_policy))
         except Exception as error:  # every kind of bucket raises errors of its own
             log.warning("the run's records cannot be read: %r", error)
         self._watch.check_alive()
@@ -170,8 +173,7 @@ class _Worker:
                 self._counters.named(named, time.time())
                 self._spawn(self._group(ticket, named))
                 continue
-            if version == 0:
-                self._evaluate_base(policy)
+            self._evaluate()
             await self._pause(version)
 
     async def _pause(self, version: int) -> None:
@@ -213,23 +215,19 @@ class _Worker:
 
     # ---- evaluation
 
-    def _evaluate_base(self, policy: str) -> None:
-        """Once, while v0 is what the learner has: the training groups that v0 may start are on their way."""
-
-        async def evaluate(evaluator: Evaluator) -> None:
-            current = await until_it_works("reading the policy", self._watch.read_current_policy)
-            if current == policy:
-                await evaluator.evaluate(policy, until_served=False)
-
-        if self._evaluator is not None and policy not in self._evaluated:
-            self._evaluated.add(policy)
-            self._spawn(evaluate(self._evaluator))
-
-    def _evaluate_last(self, policy: str | None) -> None:
-        if self._evaluator is not None and policy is not None and policy not in self._evaluated:
+    def _evaluate(self) -> None:
+        """What is wanted and has not begun; called when the training groups that may start are on their way."""
+        if self._evaluator is None:
+            return
+        if self._watch.is_draining:
             self._phase = "evaluating"
-            self._evaluated.add(policy)
-            self._spawn(self._evaluator.evaluate(policy, until_served=True))
+        for policy in self._watch.to_evaluate:
+            if policy not in self._evaluated:
+                self._evaluated.add(policy)
+                self._spawn(self._evaluator.evaluate(policy, partial(self._is_wanted, policy)))
+
+    def _is_wanted(self, policy: str) -> bool:
+        return policy in self._watch.to_evaluate
 
     # ---- life
 

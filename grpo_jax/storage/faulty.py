@@ -35,7 +35,8 @@ from grpo_jax.storage.scrub import scrubbed
 from grpo_jax.storage.stores import FAULTY, Store, open_store
 
 _TORN_S, _HELD_S = 0.3, 1.0
-_REMEMBERED_BYTES = 1 << 20
+# What was read is remembered, as long as it is among the last so many paths: a run of days must not grow by its faults.
+_REMEMBERED_BYTES, _REMEMBERED_PATHS = 1 << 20, 64
 
 _opened = count()
 
@@ -104,7 +105,10 @@ class FaultyStore:
         data = self._inner.read(path, limit)
         if len(data) <= _REMEMBERED_BYTES:
             with self._lock:
+                self._seen.pop(path, None)
                 self._seen[path] = data
+                if len(self._seen) > _REMEMBERED_PATHS:
+                    del self._seen[next(iter(self._seen))]
         return data
 
     def write(self, path: str, data: bytes) -> None:

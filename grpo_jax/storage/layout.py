@@ -11,6 +11,8 @@ CHECKPOINTS = "checkpoints"
 INCARNATIONS = "incarnations"
 EVALUATIONS = "evaluations"
 METRICS = "learner"
+DELETED = "learner/deleted.json"
+LAUNCH = "launch"
 
 # All that a run consists of; the files after policy.json are there only when the bucket is a directory.
 RUN_FOLDERS = (
@@ -24,6 +26,7 @@ RUN_FOLDERS = (
     METRICS,
     "logs",
     "generators",
+    LAUNCH,
 )
 RUN_FILES = (RUN, POLICY, "config.json", "metrics.jsonl", "report.html", "reward.png")
 
@@ -47,8 +50,14 @@ def worker_state(worker: str) -> str:
     return f"{WORKERS}/{worker}.json"
 
 
-def batch(step: int) -> str:
-    return f"{BATCHES}/{step:06d}.json"
+def batch(step: int, incarnation: int = 0) -> str:
+    """The record of a step by one life of the learner; 0: of a run whose steps had one record each."""
+    life = f".{incarnation:06d}" if incarnation else ""
+    return f"{BATCHES}/{step:06d}{life}.json"
+
+
+def checkpoint(step: int, file: str) -> str:
+    return f"{CHECKPOINTS}/{step:06d}/{file}"
 
 
 def evaluation(policy: str, split: str) -> str:

@@ -16,11 +16,14 @@ import time
 from typing import Any
 
 from grpo_jax.storage.bucket import Bucket, ObjectTooLarge
+from grpo_jax.storage.shapes import is_shaped
 
 Record = dict[str, Any]
 
 MAX_RECORD_BYTES = 4 << 20
 """No record of ours comes near it; a larger one is forged, and is not read."""
+
+_STAMP_END = 2**63
 
 
 def canonical_json(value: Any) -> bytes:
@@ -35,15 +38,33 @@ def seal(body: Record, incarnation: int, seq: int) -> bytes:
 
 
 def unseal(data: bytes) -> Record | None:
-    """The record, or None if it is no JSON object, its stamp is not two integers or its checksum does not match."""
+    """The record, or None if it is no JSON object, its stamp is not two counts or its checksum does not match."""
     try:
         record = json.loads(data)
         checksum = record.pop("checksum")
-        is_stamped = type(record["incarnation"]) is int and type(record["seq"]) is int
+        is_stamped = all(type(n) is int and 0 <= n < _STAMP_END for n in (record["incarnation"], record["seq"]))
         is_sound = is_stamped and hashlib.sha256(canonical_json(record)).hexdigest() == checksum
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return record if is_sound else None
+
+
+def next_incarnation(bucket: Bucket, key: str) -> int:
+    """For a new life of a record's writer; see `incarnation_after`."""
+    try:
+        record = read_record(bucket, key)
+    except OSError:
+        record = None
+    return incarnation_after(0 if record is None else record["incarnation"])
+
+
+def incarnation_after(previous: int) -> int:
+    """Above that of the life before, and of the time in milliseconds.
+
+    The clock stands in for a record that is torn, deleted or not visible yet. The record stands in for a clock that was
+    set back, by which every reader would refuse all that the new life writes.
+    """
+    return max(previous + 1, int(time.time() * 1000))
 
 
 class RecordWriter:
@@ -76,7 +97,7 @@ class RecordWriter:
         with self._lock:
             if self._sealed is None:
                 return True
-            record = _read(self._bucket, self._key)
+            record = read_record(self._bucket, self._key)
             if record is not None and _stamp(record) >= (self._incarnation, self._seq):
                 return True
             self._bucket.replace(self._key, self._sealed)
@@ -95,7 +116,7 @@ class RecordReader:
         self.changed_at = time.monotonic()
 
     def read(self) -> Record | None:
-        record = _read(self._bucket, self._key)
+        record = read_record(self._bucket, self._key)
         if record is not None and (self._value is None or _stamp(record) > _stamp(self._value)):
             self._value, self.changed_at = record, time.monotonic()
         return self._value
@@ -105,12 +126,13 @@ class RecordReader:
         return time.monotonic() - self.changed_at
 
 
-def _read(bucket: Bucket, key: str) -> Record | None:
-    """The record that stands there, or None if there is none or it is not sound."""
+def read_record(bucket: Bucket, key: str) -> Record | None:
+    """The record that stands there, or None if there is none or it is not sound; for who reads it once."""
     try:
-        return unseal(bucket.read_or_none(key, MAX_RECORD_BYTES) or b"")
+        record = unseal(bucket.read_or_none(key, MAX_RECORD_BYTES) or b"")
     except ObjectTooLarge:
         return None
+    return record if record is not None and is_shaped(key, record) else None
 
 
 def _stamp(record: Record) -> tuple[int, int]:

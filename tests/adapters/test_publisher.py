@@ -151,10 +151,10 @@ def test_the_pointer_of_a_learner_that_took_over_is_left_alone(tmp_path, monkeyp
 
 def test_what_stops_the_publisher_reaches_the_loop(tmp_path):
     pub = publisher(Bucket(str(tmp_path)))
-    pub.submit(0, 0, lora(), LOGPROBS[:-1] * np.nan)  # NaN is not JSON
-    with pytest.raises(ValueError, match="JSON"):
+    pub.submit(0, 0, lora(), LOGPROBS[:-1] * np.nan)
+    with pytest.raises(ValueError, match="finite number"):
         pub.flush(30)
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="finite number"):
         pub.submit(1, 1, lora(), LOGPROBS)
 
 

@@ -34,6 +34,10 @@ def complaint(**changes: Any) -> str:
     ("changes", "message"),
     [
         ({"stepz": 3}, "stepz: unknown key"),
+        (
+            {"evaluation": {"samples": 2, "pass_at": [1, 4]}},
+            "evaluation: pass_at: 4 of 2 samples; raise 'samples'",
+        ),
         ({"batch": {"groups": 3}}, "batch.groups: unknown key"),
         ({"rewards": [{"source": "a:b"}, {"source": "a:c", "wieght": 2}]}, "rewards.1.wieght: unknown key"),
         ({"task": {"source": "a:b", "system": "x"}}, "task.system: unknown key"),
@@ -129,6 +133,7 @@ def test_derived_numbers() -> None:
     assert config.groups_per_version == 12
     assert config.slots == config.window + 1 == 5
     assert config.fleet_name == "r"
+    assert parse(evaluation={"samples": 4}, max_staleness=2).slots == 6
     assert parse(fleet={"name": "shared"}).fleet_name == "shared"
 
 

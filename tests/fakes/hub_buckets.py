@@ -21,6 +21,11 @@ class Buckets:
 
     def __init__(self, hub: "FakeHub", cas: Cas, folder: Path, page_size: int):
         self._hub, self._cas, self._folder, self._page_size = hub, cas, folder, page_size
+        self.created: dict[str, dict[str, Any]] = {}
+        """What was asked for when a bucket was made: `visibility`, `region`."""
+
+    def exists(self, bucket_id: str) -> bool:
+        return (self._folder / f"{bucket_id}.json").exists()
 
     def routes(self) -> Iterable[web.RouteDef]:
         bucket = "/api/buckets/{namespace}/{name}"
@@ -39,6 +44,7 @@ class Buckets:
         index, url = self._index(request), f"{self._hub.url}/buckets/{_bucket_id(request)}"
         if index.exists():
             return web.json_response({"error": "this bucket exists", "url": url}, status=409)
+        self.created[_bucket_id(request)] = await request.json() if request.can_read_body else {}
         save(index, {})
         return web.json_response({"url": url})
 

@@ -126,7 +126,7 @@ def test_a_server_that_dies_is_started_again_on_the_same_port(tmp_path):
                 assert subject.restarts == start
                 (tmp_path / f"die-{start}").touch()
             await _until(lambda: subject.error is not None)
-            assert "died with code 3" in str(subject.error)
+            assert "the server ended with exit code 3" in str(subject.error)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -13,15 +13,6 @@ from tests.jobs.harness import Command, learner_step, metrics, tiny_config, trai
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def finished(tiny_model, tmp_path_factory):
-    """A run from start to end: its folder, the answer of the command, and the processes alive after it."""
-    folder = tmp_path_factory.mktemp("finished")
-    command = Command(tiny_config(tiny_model, folder / "bucket"), folder)
-    answer = command.wait()
-    return folder, answer, command.processes()
-
-
 def test_a_run_ends_with_its_report_and_leaves_nothing_running(finished):
     folder, (code, out, err), left = finished
     run_dir = folder / "bucket/tiny"
@@ -95,17 +86,18 @@ def test_fresh_starts_anew_and_touches_nothing_else(tiny_model, tmp_path):
     assert (run_dir / "notes.txt").read_text() == "mine"
 
 
-def test_ctrl_c_stops_everything_and_the_same_command_goes_on(tiny_model, tmp_path):
+def test_a_signal_stops_everything_after_the_last_step_is_saved_and_the_same_command_goes_on(tiny_model, tmp_path):
     run_dir = tmp_path / "bucket/tiny"
     config = tiny_config(tiny_model, tmp_path / "bucket", steps=8)
     command = Command(config, tmp_path)
     wait_for(lambda: learner_step(run_dir) >= 3, what="step 3")
-    command.interrupt()
-    code, _, err = command.wait(10)
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.wait(90)
     assert code == 75, err
     assert command.processes() == {}
     assert "the same command goes on" in err
     done = learner_step(run_dir)
+    assert max(int(path.parent.name[:6]) for path in run_dir.glob("checkpoints/*/manifest*.json")) == done
     records = {path.name: path.read_bytes() for path in (run_dir / "batches").iterdir()}
 
     again = Command(config, tmp_path)
@@ -119,13 +111,25 @@ def test_ctrl_c_stops_everything_and_the_same_command_goes_on(tiny_model, tmp_pa
     assert again.processes() == {}
 
 
-@pytest.mark.parametrize("role", ["generator server", "generator", "proxy", "worker", "learner"])
-def test_a_killed_role_costs_no_step(tiny_model, tmp_path, role):
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("generator server", signal.SIGKILL),
+        ("generator server", signal.SIGSTOP),
+        ("generator", signal.SIGKILL),
+        ("proxy", signal.SIGKILL),
+        ("worker", signal.SIGKILL),
+        ("learner", signal.SIGKILL),
+        ("learner", signal.SIGSTOP),
+    ],
+)
+def test_a_role_that_is_killed_or_stopped_for_good_costs_no_step(tiny_model, tmp_path, role, number):
     run_dir = tmp_path / "bucket/tiny"
-    command = Command(tiny_config(tiny_model, tmp_path / "bucket", steps=6), tmp_path)
+    config = tiny_config(tiny_model, tmp_path / "bucket", steps=6, local={"hung_s": 15.0}, generator__hung_s=15.0)
+    command = Command(config, tmp_path)
     wait_for(lambda: learner_step(run_dir) >= 2, what="step 2")
     words = ("grpo_jax.generator.reference",) if role == "generator server" else ("grpo_jax.cli", f" {role} ")
-    os.kill(command.find(*words), signal.SIGKILL)
+    os.kill(command.find(*words), number)
     code, _, err = command.wait()
     assert code == 0, err
     assert [record["step"] for record in metrics(run_dir)] == list(range(6))

@@ -43,6 +43,13 @@ def test_groups_of_a_version_that_a_replay_has_not_reached_wait():
     assert [g.id.index for g in ledger.take(1, version=3)] == [0]
 
 
+def test_groups_of_a_version_that_no_replay_will_reach_are_foreign():
+    ledger = Ledger(max_staleness=0)
+    ledger.offer([group(0, 3), group(1, 4)])
+    ledger.sweep(2, NAMES, newest=3)
+    assert ledger.drops == {"e000.i000001.a00": "foreign"}
+
+
 def test_a_group_with_fewer_than_two_scorable_samples_is_invalid():
     ledger = Ledger(max_staleness=1)
     ledger.offer([group(0, 1, rewards=[None, None, None, 1.0])])
@@ -58,11 +65,24 @@ def test_a_recorded_batch_is_taken_in_its_order_or_not_at_all():
     assert [str(g.id) for g in ledger.take_recorded(ids)] == ids
 
 
+def test_what_was_dropped_when_a_batch_was_recorded_is_on_offer_until_then_and_no_longer():
+    ledger = Ledger(max_staleness=1)
+    ledger.offer([group(0, 1), group(1, 1), group(2, 1)])
+    drops = {"e000.i000002.a00": "stale", "e000.i000009.a00": "foreign"}
+    assert ledger.take_recorded(["e000.i000003.a00"], drops) is None
+    assert ledger.ready(1) == 3
+    assert len(ledger.take_recorded(["e000.i000000.a00"], drops)) == 1
+    assert ledger.ready(1) == 1
+    ledger.offer([group(2, 1), group(9, 1)])
+    assert ledger.ready(1) == 1
+    assert ledger.drops == drops
+
+
 def test_a_file_that_is_no_group_is_dropped_so_that_it_is_drawn_again():
     ledger = Ledger(max_staleness=1)
     ledger.offer([group(0, 1)])
     ledger.take(1, version=1)
-    ledger.reject(["e000.i000000.a00", "e000.i000007.a00"])
+    ledger.reject(["e000.i000000.a00", "e000.i000007.a00", "notes", "../e000.i000008.a00"])
     assert ledger.drops == {"e000.i000007.a00": "invalid"}
 
 

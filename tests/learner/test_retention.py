@@ -36,7 +36,7 @@ def test_five_hundred_publishes_leave_as_few_objects_as_five(tmp_path):
     root = Bucket(str(tmp_path))
     run = root.child("tiny")
     pub, publish = publisher(run)
-    retention = AdapterRetention(root, "tiny", "tiny", silent_s=60)
+    retention = AdapterRetention(root, run, "tiny", silent_s=60)
     counts = []
     for version in range(500):
         publish(version)
@@ -52,7 +52,7 @@ def test_what_a_live_replica_lists_stays_until_it_lists_it_no_more(tmp_path):
     root = Bucket(str(tmp_path))
     run = root.child("tiny")
     pub, publish = publisher(run)
-    retention = AdapterRetention(root, "tiny", "fleet", silent_s=60)
+    retention = AdapterRetention(root, run, "fleet", silent_s=60)
     names = [publish(version) for version in range(6)]
     heartbeat = RecordWriter(root, layout.replica("fleet", "r0"), 1)
     heartbeat.write({"loaded": [names[1]], "proved": [names[2]]})
@@ -67,7 +67,7 @@ def test_what_a_live_replica_lists_stays_until_it_lists_it_no_more(tmp_path):
 def test_a_silent_replica_holds_nothing_back(tmp_path):
     root = Bucket(str(tmp_path))
     pub, publish = publisher(root.child("tiny"))
-    retention = AdapterRetention(root, "tiny", "fleet", silent_s=0.0)
+    retention = AdapterRetention(root, root.child("tiny"), "fleet", silent_s=0.0)
     names = [publish(version) for version in range(5)]
     RecordWriter(root, layout.replica("fleet", "r0"), 1).write({"loaded": [names[1]]})
     retention.collect(Needed(pub.named, oldest(pub)))
@@ -83,7 +83,7 @@ def test_what_a_restart_would_ask_for_and_other_runs_and_lineages_above_stay(tmp
     names = [publish(version) for version in range(6)]
     run.put("adapters/tiny.v000007.0123abcd/adapter_model.safetensors", b"being uploaded by somebody")
     run.put("adapters/something else/file", b"not ours")
-    retention = AdapterRetention(root, "tiny", "fleet", silent_s=60)
+    retention = AdapterRetention(root, run, "fleet", silent_s=60)
     assert retention.collect(Needed({*pub.named, names[2]}, oldest(pub))) == [names[1]]
     assert {"tiny.v000007.0123abcd", "something else", names[2]} <= adapters(run)
     pub.close()
@@ -95,7 +95,7 @@ def test_a_bucket_that_does_not_list_the_fleet_deletes_nothing(tmp_path, monkeyp
     pub, publish = publisher(run)
     for version in range(6):
         publish(version)
-    retention = AdapterRetention(root, "tiny", "fleet", silent_s=60)
+    retention = AdapterRetention(root, run, "fleet", silent_s=60)
     before = run.list()
     listing = Bucket.list
 

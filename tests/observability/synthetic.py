@@ -205,6 +205,8 @@ def write_records(root: Bucket, steps: int, status: str = "finished", error: str
             "proved": names[:2],
             "quarantined": {policy(3): "canary differs by 0.8"} if i else {},
             "loaded": names[:2],
+            "proofs": 20 + i,
+            "refused_total": 3 * i,
             "running": 0,
             "waiting": 0,
             "restarts": i,
@@ -220,6 +222,8 @@ def write_records(root: Bucket, steps: int, status: str = "finished", error: str
             "samples": 64,
             "reward": reward,
             "rewards": {"last_integer": reward},
+            "pass_at": {"1": reward, "4": (1 + reward) / 2},
+            "pass_reward": 1.0,
             "unscorable": 0,
             "finished_at": T0 + 60,
         }

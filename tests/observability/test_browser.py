@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from grpo_jax.observability.report import build_report
+from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import canonical_json
 from tests.observability import synthetic
@@ -28,6 +29,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         synthetic.group(990, 29, synthetic.T0, synthetic.T0 + 2, "a-replica-with-a-long-name-" * 3, "w" * 3000, 1.0)
     )
     run.put("evaluations/long.json", canonical_json({"policy": synthetic.policy(5), "split": "s" * 80, "reward": 0.5}))
+    for version in (10, 20):
+        between = {"policy": synthetic.policy(version), "split": "eval", "reward": 0.02 * version, "samples": 4}
+        run.put(layout.evaluation(between["policy"], "eval"), canonical_json({**between, "pass_at": {"4": 0.9}}))
+    bad = [[f"rollouts/w0/{'g' * 60}.safetensors", "its checksum is wrong " + "y" * 200]]
+    synthetic.RecordWriter(run, layout.LEARNER_STATE, 2).write(
+        {"step": 30, "drops": [], "quarantined": bad, "quarantined_total": 4}
+    )
     return build_report(folder, run).html_path
 
 
@@ -46,6 +54,7 @@ def test_the_report(report: Path, width: int, dark: bool) -> None:
         "Reward and its parts",
         "Entropy",
         "Replicas",
+        "Groups in quarantine",
         "Samples",
         "steps: 30",
     ):

@@ -101,6 +101,18 @@ class TestResume:
         life(tmp_path / "here", root, 5, 7, "second")
         assert steps_of(root) == [0, 1, 2, 3, 4]
 
+    def test_the_late_write_of_an_older_life_changes_nothing(self, tmp_path: Path, root: Bucket) -> None:
+        older = MetricsLog.resume(tmp_path / "older", root, 0, 1)
+        older.append({"step": 0, "life": 1})
+        older.append({"step": 1, "life": 1})
+        older.sync()
+        newer = MetricsLog.resume(tmp_path / "newer", root, 1, 2)
+        newer.append({"step": 1, "life": 2})
+        newer.close()
+        older.append({"step": 2, "life": 1})
+        older.close()
+        assert [(r["step"], r["life"]) for r in read_metrics(root)] == [(0, 1), (1, 2)]
+
     def test_a_resume_from_an_older_checkpoint_deletes_later_segments(self, tmp_path: Path, root: Bucket) -> None:
         life(tmp_path, root, 0, 10, "first", sync_at=10)
         life(tmp_path, root, 10, 15, "second", sync_at=15)

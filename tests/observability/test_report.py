@@ -2,6 +2,7 @@ import base64
 import builtins
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from grpo_jax.errors import UsageError
+from grpo_jax.observability.curves import charts
 from grpo_jax.observability.plot import _label, draw
 from grpo_jax.observability.report import Report, build_report
-from grpo_jax.observability.rundata import RunData
+from grpo_jax.observability.rundata import RunData, load_run
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordWriter, canonical_json
 from tests.observability import synthetic
 
 _VOID = {"meta", "source", "img"}
@@ -78,6 +81,58 @@ def test_a_finished_run(root: Bucket, tmp_path: Path) -> None:
     )
     assert "svg" in page.tags
     assert "Not there" not in page.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_evaluations_in_between_and_pass_at_k(root: Bucket, tmp_path: Path) -> None:
+    run = synthetic.write_run(root, tmp_path)
+    between = {"policy": synthetic.policy(5), "split": "eval", "reward": 0.5, "pass_at": {"1": 0.5, "4": 0.625}}
+    run.put(layout.evaluation(synthetic.policy(5), "eval"), canonical_json(between))
+    report = build_report(tmp_path, run)
+    page = read(report)
+    table = page.text[page.text.index("Unscorable") - 200 :]
+    assert table.index(synthetic.policy(0)) < table.index(synthetic.policy(5)) < table.index(synthetic.policy(10))
+    for expected in ("pass@4", "Held-out pass@4, base and trained", "0.59 → 0.97", "0.62"):
+        assert expected in page.text, expected
+    # pass@1 of rewards that are 0 or 1 is their mean: one line of the two is drawn.
+    (chart,) = [chart for chart in charts(load_run(tmp_path, run)) if chart.title == "Evaluation"]
+    assert [line.label for line in chart.lines] == ["mean reward", "pass@4"]
+    assert chart.lines[0].points == [(0.0, 0.171875), (5.0, 0.5), (10.0, 0.9375)]
+    assert report.summary["held_out_pass_at"]["4"] == (0.5859375, 0.96875)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_went_wrong_is_counted_and_shown(root: Bucket, tmp_path: Path) -> None:
+    run = synthetic.write_run(root, tmp_path)
+    reason = "its checksum <b>differs</b>"
+    RecordWriter(run, layout.LEARNER_STATE, 7).write(
+        {"step": 10, "drops": [], "quarantined": [["rollouts/w0/x.safetensors", reason]], "quarantined_total": 3}
+    )
+    page = read(build_report(tmp_path, run))
+    cells = page.text.split("\n")
+    for name, value in (
+        ("Groups in quarantine", "3"),
+        ("Starts of the learner, of the worker", "7, 1"),
+        ("Restarts of replicas", "1"),
+        ("rollouts/w0/x.safetensors", reason),
+    ):
+        assert cells[cells.index(name) + 1] == value
+    assert "And 2 before these." in page.text
+    proofs = [cells[cells.index(replica, cells.index("Proofs")) + 4 :][:3] for replica in ("r0", "r1")]
+    assert proofs == [["20", "0", "0"], ["21", "3", "1"]]  # proofs, refused, restarts
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_parts_of_a_sample_s_reward_are_shown_if_there_are_several(root: Bucket, tmp_path: Path) -> None:
+    run = root.child(synthetic.RUN)
+    made = synthetic.group(0, 0, synthetic.T0, synthetic.T0 + 1, reward=1.5)
+    parts = {"right": 1.0, "style": None, "style/short": 0.5}
+    samples = (replace(made.samples[0], reward_parts=parts), *made.samples[1:])
+    synthetic.SpoolWriter(run, "w0").write(replace(made, samples=samples))
+    synthetic.SpoolWriter(run, "w0").write(synthetic.group(1, 0, synthetic.T0, synthetic.T0 + 1, reward=0.25))
+    text = read(build_report(tmp_path, run)).text
+    assert "right 1.00, style –, style/short 0.50" in text
+    assert "last_integer" not in text
 
 
 @pytest.mark.usefixtures("quick")

@@ -47,6 +47,7 @@ def lives(folder: Path, root: Bucket, *sinks: str) -> None:
         log.attach(open_sinks(record(1.0, *sinks), folder, start))
         for step in range(start, end):
             log.append({"step": step, "reward": step / 10, "life": mark, "note": "text", "time/finished": 1e9 + step})
+        log.show({"step": start, "eval/reward": 0.25 + mark})  # of a step that lies behind
         log.close()
 
 
@@ -77,6 +78,16 @@ class TestFeeding:
         assert sink.records == read_metrics(tmp_path)
         assert len(sink.records) == 50
         assert sink.closed
+
+    def test_what_is_only_shown_is_no_line_of_the_metrics(self, tmp_path: Path, root: Bucket) -> None:
+        sink, log = Kept(), MetricsLog(tmp_path, root)
+        log.show({"step": 0, "eval/reward": 0.1})  # nobody is there to see it
+        log.attach(Sinks({"kept": lambda info: sink}, INFO))
+        log.append({"step": 7})
+        log.show({"step": 4, "eval/reward": 0.5})
+        log.close()
+        assert sink.records[1] == {"step": 4, "eval/reward": 0.5}
+        assert [r["step"] for r in read_metrics(tmp_path)] == [7]
 
     def test_a_sink_that_fails_is_counted_and_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
         class Bad(Kept):
@@ -202,7 +213,8 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path, root: Bucket) -> None:
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, round(e.value, 6)) for e in shown.Scalars("reward")] == [(t, t / 10) for t in range(8)]
     assert [e.value for e in shown.Scalars("life")] == [0.0] * 4 + [1.0] * 4
-    assert sorted(shown.Tags()["scalars"]) == ["life", "logging/failures_total", "reward"]
+    assert sorted(shown.Tags()["scalars"]) == ["eval/reward", "life", "logging/failures_total", "reward"]
+    assert [(e.step, e.value) for e in shown.Scalars("eval/reward")] == [(0, 0.25), (4, 1.25)]
     (text,) = shown.Tensors("config/text_summary")
     assert b"row_tokens: 256" in text.tensor_proto.string_val[0]
     assert all(SECRET.encode() not in f.read_bytes() for f in (tmp_path / "tensorboard").iterdir())
@@ -236,8 +248,13 @@ def test_trackio_goes_on_with_one_run(tmp_path: Path) -> None:
     with sqlite3.connect(file) as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     assert len({name for name, _, _ in rows}) == 1
-    assert [step for _, step, _ in rows] == [*range(6), *range(4, 8)]
-    assert [json.loads(metrics)["reward"] for _, _, metrics in rows][-1] == 0.7
+    shown = [(step, json.loads(metrics)) for _, step, metrics in rows]
+    assert [step for step, metrics in shown if "reward" in metrics] == [*range(6), *range(4, 8)]
+    assert [metrics["reward"] for _, metrics in shown if "reward" in metrics][-1] == 0.7
+    assert [(step, metrics) for step, metrics in shown if "reward" not in metrics] == [
+        (0, {"eval/reward": 0.25}),
+        (4, {"eval/reward": 1.25}),
+    ]
     assert SECRET.encode() not in file.read_bytes()
 
 

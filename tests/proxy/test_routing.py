@@ -46,6 +46,15 @@ def test_probes_other_runs_quarantined_and_foreign_names_are_never_routed() -> N
     assert not router.named_lately(OTHER_RUN)
 
 
+def test_what_left_the_window_and_is_proved_nowhere_is_gone_at_once_and_no_restart_is_waited_for() -> None:
+    router = _router(a=[V0, V1])
+    router.set_window([V2, V1])
+    assert router.named_lately(V0)
+    router.observe("a", URL("http://a:1"), False, [], NOW + 1)  # its server has died
+    assert router.named_lately(V1)
+    assert not router.named_lately(V0)
+
+
 def test_latest_is_the_newest_of_the_replica_that_load_chooses() -> None:
     router = _router(a=[V0, V1], b=[V0])
     first = _begin(router, LATEST, samples=8)

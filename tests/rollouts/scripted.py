@@ -126,7 +126,7 @@ def _response(reply: Reply) -> web.Response:
     return web.json_response(body, status=status, headers=headers)
 
 
-async def eventually(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+async def eventually(condition: Callable[[], Any], timeout_s: float = 100.0) -> None:
     """Waits until `condition()`; fails the test when that takes too long."""
     async with asyncio.timeout(timeout_s):
         while not condition():

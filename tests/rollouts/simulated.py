@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_jax.config.schema import Config
 from grpo_jax.rollouts import worker
+from grpo_jax.rollouts.pinning import Pin
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
@@ -22,6 +23,7 @@ class SimulatedLearner:
       drop: called once with each group; a reason drops it.
       hold_at: the step that it waits before, until this is set to None.
       trained: what it has trained, with the version that it was at.
+      window: the policies that the pointer names: the newest and, if there is one, the pinned.
     """
 
     def __init__(self, config: Config, proxy: ScriptedProxy, incarnation: int = 1):
@@ -32,10 +34,13 @@ class SimulatedLearner:
         self.trained: list[tuple[Group, int]] = []
         self.drops: dict[str, str] = {}
         self.step, self.phase = 0, "starting"
+        self.window: list[str] = []
         self._run = RecordWriter(self.run_bucket, layout.RUN, incarnation)
         self._policy = RecordWriter(self.run_bucket, layout.POLICY, incarnation)
         self._state = RecordWriter(self.run_bucket, layout.LEARNER_STATE, incarnation)
         self._offered: list[Group] = []
+        self.pin = Pin(config, self.run_bucket) if config.evaluation.samples else None
+        self._lineage: dict[int, str] = {}
 
     @property
     def indices(self) -> list[int]:
@@ -67,7 +72,13 @@ class SimulatedLearner:
 
     def publish(self) -> None:
         name = policy_name(self.version)
-        self._policy.write({"run": self.config.run, "current": name, "window": [name], "probe": "toy.probe.00000000"})
+        self._lineage[self.version] = name
+        pinned = self.pin and self.pin.choose(self.version, self._lineage)
+        self.window = list(dict.fromkeys([name, *([pinned] if pinned else [])]))
+        probe = "toy.probe.00000000"
+        self._policy.write(
+            {"run": self.config.run, "current": name, "window": self.window, "pinned": pinned, "probe": probe}
+        )
         self.proxy.publish(name)
 
     async def run(self) -> None:
@@ -116,7 +127,7 @@ def on_a_run(config: Config, body: Callable[[ScriptedProxy, SimulatedLearner], A
     """Runs `body` with a proxy and a learner that has not begun."""
 
     async def run() -> Any:
-        async with asyncio.timeout(60), ScriptedProxy() as proxy:
+        async with asyncio.timeout(200), ScriptedProxy() as proxy:
             return await body(proxy, SimulatedLearner(config, proxy))
 
     return asyncio.run(run())

@@ -126,8 +126,28 @@ def test_a_heartbeat_is_any_change_of_the_state(bucket: Bucket) -> None:
         watch.check_alive()
 
 
-def test_the_current_policy_is_the_learner_s_word(bucket: Bucket) -> None:
-    watch = RunWatch(bucket, Fleet())
-    assert watch.read_current_policy() is None
-    bucket.replace(layout.POLICY, seal({"current": "toy.v000001.00000001"}, 1, 1))
-    assert watch.read_current_policy() == "toy.v000001.00000001"
+def pointer(bucket: Bucket, seq: int, **body: object) -> None:
+    bucket.replace(layout.POLICY, seal({"window": [body["current"]], **body}, 1, seq))
+
+
+V0, V1 = "toy.v000000.00000000", "toy.v000001.00000001"
+
+
+def test_evaluated_is_what_is_pinned_and_at_the_end_the_last_policy(bucket: Bucket) -> None:
+    watch = RunWatch(bucket, Fleet(), follow_policies=True)
+    watch.read()
+    assert watch.to_evaluate == ()
+    state(bucket, "training", 1, 1)
+    pointer(bucket, 1, current=V0, pinned=V0)
+    watch.read()
+    assert watch.to_evaluate == (V0,)
+    state(bucket, "training", 1, 2)
+    pointer(bucket, 2, current=V1, pinned=None)
+    watch.read()
+    assert watch.to_evaluate == ()
+    state(bucket, "draining", 1, 3)
+    watch.read()
+    assert watch.to_evaluate == (V1,)
+    pointer(bucket, 3, current=V1, pinned=V0)
+    watch.read()
+    assert watch.to_evaluate == (V0, V1)

@@ -157,7 +157,7 @@ def test_a_stopped_worker_is_resumable_and_its_next_life_repeats_and_loses_nothi
         assert await worker.work(config, proxy.url, "w0", asyncio.Event()) == 0
         await learning
         record = record_of(learner)
-        assert record["incarnation"] == first_life["incarnation"] + 1
+        assert record["incarnation"] > first_life["incarnation"]
         assert record["generated_tokens"] > first_life["generated_tokens"]
         seeds = [request["seed"] for request in proxy.requests]
         assert not spooled & set(seeds), "a group that was there was drawn again"

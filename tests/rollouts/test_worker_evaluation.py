@@ -1,15 +1,17 @@
 """Evaluations of the base and of the last policy, by whole lives of the worker."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_jax.config.schema import Config
 from grpo_jax.rollouts import worker
-from grpo_jax.rollouts.evaluation import Evaluator
+from grpo_jax.rollouts.evaluation import Evaluator, pass_at
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from tests.rollouts.scripted import Reply, ScriptedProxy, choice, error, eventually, policy_name
@@ -32,14 +34,14 @@ def with_evaluation(make_config: MakeConfig, **changes: Any) -> Config:
 
 
 def test_base_and_last_policy_are_evaluated_on_the_held_out_split(make_config: MakeConfig) -> None:
-    config = with_evaluation(make_config)
+    config = with_evaluation(make_config, evaluation={"samples": 2, "pass_at": [1, 2], "pass_reward": 3.0})
     proxy, _ = whole_run(config)
     found = evaluations(config)
     assert set(found) == {policy_name(0), policy_name(2)}
     drawn = {name: [r for r in proxy.requests if r["n"] == 2 and r["model"] == name] for name in found}
     for name, result in found.items():
         assert result["rewards"] == {"length": result["reward"]}
-        expected = {"policy": name, "split": "eval", "problems": 3, "samples": 2, "unscorable": 0}
+        expected = {"policy": name, "split": "eval", "problems": 3, "samples": 2, "unscorable": 0, "pass_reward": 3.0}
         assert {key: result[key] for key in expected} == expected
         assert len(drawn[name]) == 3
     # The same seeds for every policy, so what differs is the policy; none of them a training group's.
@@ -47,8 +49,10 @@ def test_base_and_last_policy_are_evaluated_on_the_held_out_split(make_config: M
     assert seeds[policy_name(0)] == seeds[policy_name(2)]
     assert not set(seeds[policy_name(0)]) & {r["seed"] for r in proxy.requests if r["n"] == 3}
     # This server's answers depend on the seed alone, so the means are known.
-    lengths = [len(choice(i, seed, 5)["token_ids"]) for seed in seeds[policy_name(0)] for i in range(2)]
-    assert found[policy_name(0)]["reward"] == pytest.approx(sum(lengths) / len(lengths))
+    lengths = np.array([[len(choice(i, seed, 5)["token_ids"]) for i in range(2)] for seed in seeds[policy_name(0)]])
+    base, passed = found[policy_name(0)], lengths >= 3
+    assert base["reward"] == pytest.approx(lengths.mean())
+    assert base["pass_at"] == pytest.approx({"1": passed.mean(), "2": passed.any(1).mean()})
 
 
 def test_the_first_training_groups_go_before_the_evaluation_of_the_base(make_config: MakeConfig) -> None:
@@ -97,39 +101,116 @@ def test_an_evaluation_that_exists_is_not_made_again(make_config: MakeConfig) ->
     assert not [request for request in proxy.requests if request["n"] == 2]
 
 
-def test_the_base_is_not_evaluated_once_it_is_no_longer_current(make_config: MakeConfig) -> None:
-    config = with_evaluation(make_config)
+def test_the_base_is_evaluated_even_if_training_goes_on_without_it(make_config: MakeConfig) -> None:
+    config = with_evaluation(make_config, steps=6)
 
     def prepare(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
-        # A replica that lags still names v0 while the learner has published v1.
-        publish = learner.publish
+        async def slow(request: dict[str, Any]) -> Reply | None:
+            if request["n"] == 2 and request["model"] == policy_name(0):
+                await eventually(lambda: learner.version >= 4)
+            return None if request["model"] in learner.window else (404, error("retired"))
 
-        def ahead() -> None:
-            learner.step += 1
+        proxy.script = slow
+
+    whole_run(config, prepare)
+    assert set(evaluations(config)) == {policy_name(0), policy_name(6)}
+
+
+def test_policies_in_between_are_evaluated_every_so_many_steps(make_config: MakeConfig) -> None:
+    config = with_evaluation(make_config, steps=7, evaluation={"samples": 2, "every": 2})
+
+    def prepare(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
+        async def serve(request: dict[str, Any]) -> Reply | None:
+            return None if request["model"] in learner.window else (404, error("retired"))
+
+        proxy.script, publish = serve, learner.publish
+
+        def published() -> None:
             publish()
-            learner.step -= 1
-            proxy.publish(policy_name(learner.version))
+            if learner.version % 2 == 0:  # the next step waits until this version is evaluated
+                learner.hold_at = learner.step
+                asyncio.get_running_loop().create_task(goes_on(learner.window[0]))
 
-        learner.publish = ahead  # type: ignore[method-assign]
-        put_evaluation(learner.run_bucket, policy_name(3), "eval")
-        put_evaluation(learner.run_bucket, policy_name(2), "eval")
+        async def goes_on(policy: str) -> None:
+            await eventually(lambda: policy in evaluations(config))
+            learner.hold_at = None
+
+        learner.publish = published  # type: ignore[method-assign]
 
     whole_run(config, prepare)
-    assert policy_name(0) not in evaluations(config)
+    assert set(evaluations(config)) == {policy_name(v) for v in (0, 2, 4, 6, 7)}
 
 
-def test_an_evaluation_of_the_base_that_is_overtaken_records_nothing(make_config: MakeConfig) -> None:
-    config = with_evaluation(make_config)
+def test_an_evaluation_that_hangs_holds_up_neither_training_nor_the_end(make_config: MakeConfig) -> None:
+    config = with_evaluation(make_config, steps=6)
 
     def prepare(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
-        async def retire(request: dict[str, Any]) -> Reply | None:
-            gone = request["n"] == 2 and request["model"] == policy_name(0) and len(proxy.requests) % 2
-            return (404, error("retired")) if gone else None
+        async def hang(request: dict[str, Any]) -> Reply | None:
+            if request["n"] == 2 and request["model"] == policy_name(0):
+                await asyncio.sleep(1000)
+            return None
 
-        proxy.script = retire
+        proxy.script = hang
 
     whole_run(config, prepare)
-    assert set(evaluations(config)) == {policy_name(2)}
+    assert set(evaluations(config)) == {policy_name(6)}
+
+
+def test_an_evaluation_whose_time_is_over_records_nothing(make_config: MakeConfig) -> None:
+    config = with_evaluation(make_config, steps=6, evaluation={"samples": 2, "timeout_s": 1e-6})
+
+    def prepare(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
+        async def slow(request: dict[str, Any]) -> Reply | None:
+            if request["n"] == 2 and request["model"] == policy_name(0) and len(proxy.requests) % 2:
+                await eventually(lambda: policy_name(0) not in learner.window)
+            return None if request["model"] in learner.window else (404, error("retired"))
+
+        proxy.script = slow
+
+    whole_run(config, prepare)
+    assert set(evaluations(config)) == {policy_name(6)}
+
+
+def test_while_training_uses_its_places_an_evaluation_has_few(make_config: MakeConfig) -> None:
+    config = with_evaluation(make_config, task={"args": {"held_out": 12}}, max_staleness=3, steps=4)
+    assert config.groups_per_version * 4 * 3 == 24  # samples that training may have on their way; an eighth is 3
+
+    async def body(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
+        trains, all_asked, now, most = asyncio.Event(), asyncio.Event(), [0], [0]
+
+        async def counted(request: dict[str, Any]) -> Reply | None:
+            if request["n"] == 3:
+                await trains.wait()
+                return None
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            if request["model"] != policy_name(0):
+                await all_asked.wait()
+            else:
+                await asyncio.sleep(0.02)
+            now[0] -= 1
+            return None
+
+        proxy.script = counted
+        learning = asyncio.create_task(learner.run())
+        working = asyncio.create_task(worker.work(config, proxy.url, "w0", asyncio.Event()))
+        await eventually(lambda: policy_name(0) in evaluations(config))
+        assert most[0] == 1
+        trains.set()
+        await eventually(lambda: now[0] == 12)  # at the end nothing else is on its way
+        all_asked.set()
+        assert await working == 0
+        await learning
+
+    on_a_run(config, body)
+
+
+@pytest.mark.parametrize(("samples", "passed"), [(1, 1), (4, 0), (4, 1), (6, 2), (6, 6)])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_in_which_one_passes(samples: int, passed: int) -> None:
+    outcomes = [True] * passed + [False] * (samples - passed)
+    for k in range(1, samples + 1):
+        chosen = [any(choice) for choice in itertools.combinations(outcomes, k)]
+        assert pass_at(k, samples, passed) == pytest.approx(sum(chosen) / len(chosen))
 
 
 def test_the_last_policy_is_asked_for_until_it_is_served(make_config: MakeConfig) -> None:
@@ -155,7 +236,9 @@ def test_what_cannot_be_scored_is_left_out_of_an_evaluation_s_means(make_config:
         {"source": "tests.rollouts.toys:none_for", "args": {"problem": 1}},
         {"source": "tests.rollouts.toys:length", "weight": 0.0},
     ]
-    config = with_evaluation(make_config, rewards=rewards, rollouts={"max_redraws": 0})
+    config = with_evaluation(
+        make_config, rewards=rewards, rollouts={"max_redraws": 0}, evaluation={"samples": 2, "pass_at": [1, 2]}
+    )
 
     def prepare(proxy: ScriptedProxy, learner: SimulatedLearner) -> None:
         async def refuse_the_first(request: dict[str, Any]) -> Reply | None:
@@ -168,6 +251,7 @@ def test_what_cannot_be_scored_is_left_out_of_an_evaluation_s_means(make_config:
     result = evaluations(config)[policy_name(2)]
     # e1 is unscorable; the problem that was asked first (e0) is refused; e2 is left.
     assert (result["problems"], result["unscorable"], result["reward"]) == (3, 4, 1.0)
+    assert result["pass_at"] == {"1": 1.0, "2": 1.0}
     assert set(result["rewards"]) == {"none_for", "length"}
 
 

@@ -29,7 +29,7 @@ tokenizer = load_tokenizer(Path(sys.argv[1]))
 tokenizer.apply_chat_template([{"role": "user", "content": "word1"}], add_generation_prompt=True)
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program, str(model_dir)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(model_dir)], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -44,11 +44,11 @@ sys.exit(run_worker(Config.model_validate_json(sys.argv[1]), sys.argv[2], "w0"))
 
     async def block_odd(request: dict[str, Any]) -> Reply | None:
         if request["seed"] % 2:
-            await asyncio.sleep(60)
+            await asyncio.sleep(1000)
         return None
 
     async def run() -> None:
-        async with asyncio.timeout(60), ScriptedProxy() as proxy:
+        async with asyncio.timeout(200), ScriptedProxy() as proxy:
             proxy.script = block_odd
             learner = SimulatedLearner(config, proxy)
             learning = asyncio.create_task(learner.run())
@@ -56,7 +56,7 @@ sys.exit(run_worker(Config.model_validate_json(sys.argv[1]), sys.argv[2], "w0"))
             process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
             await eventually(lambda: len(proxy.requests) == 4)
             process.send_signal(number)
-            _, errors = await asyncio.wait_for(process.communicate(), 10)
+            _, errors = await asyncio.wait_for(process.communicate(), 60)
             assert process.returncode == 75, errors.decode()
             assert b"Traceback" not in errors
             learning.cancel()

@@ -46,7 +46,8 @@ def test_an_unsound_file_is_left_out_once_and_stops_nothing(run: Bucket, caplog:
     reader = SpoolReader(run, patience_s=0.0)
     assert ids(reader.poll()) == ["e000.i000002.a00"]
     assert reader.poll() == []
-    assert list(reader.rejected) == [key.rsplit("/", 1)[-1].removesuffix(".safetensors")]
+    assert list(reader.rejected) == [key]
+    assert reader.lost == ["e000.i000001.a00"]
     assert len(caplog.records) == 1
 
 
@@ -56,7 +57,7 @@ def test_a_group_that_is_listed_before_it_can_be_read_is_looked_at_again(
     SpoolWriter(run, "w0").write(group(1))
     reader = SpoolReader(run)
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "read_or_none", lambda self, key: None)
+        patch.setattr(Bucket, "read_or_none", lambda self, key, max_bytes=None: None)
         assert reader.poll() == []
     assert ids(reader.poll()) == ["e000.i000001.a00"]
 
@@ -79,7 +80,7 @@ def test_an_object_that_no_group_can_be_is_left_out_and_stops_nothing(run: Bucke
     SpoolWriter(small, "w0").write(group(2))
     reader = SpoolReader(small, patience_s=0.0)
     assert ids(reader.poll()) == ["e000.i000002.a00"]
-    assert "larger than 2000 bytes" in reader.rejected["e000.i000000.a00"]
+    assert "larger than 2000 bytes" in reader.rejected[layout.rollout("w0", "e000.i000000.a00")]
 
 
 def test_a_bucket_that_fails_half_way_costs_no_group(run: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +88,11 @@ def test_a_bucket_that_fails_half_way_costs_no_group(run: Bucket, monkeypatch: p
         SpoolWriter(run, "w0").write(group(index))
     reader, read, calls = SpoolReader(run), Bucket.read, []
 
-    def fail_at_times(self: Bucket, key: str) -> bytes:
+    def fail_at_times(self: Bucket, key: str, max_bytes: int | None = None) -> bytes:
         calls.append(key)
         if len(calls) in (1, 4):
             raise BucketError("the store is down")
-        return read(self, key)
+        return read(self, key, max_bytes)
 
     monkeypatch.setattr(Bucket, "read", fail_at_times)
     with pytest.raises(BucketError, match="down"):
@@ -99,3 +100,47 @@ def test_a_bucket_that_fails_half_way_costs_no_group(run: Bucket, monkeypatch: p
     assert [g.id.index for g in reader.poll()] == [0, 1]
     assert [g.id.index for g in reader.poll()] == [2, 3]
     assert reader.poll() == []
+
+
+def test_the_same_group_from_two_workers_is_read_once_and_the_second_file_is_refused(run: Bucket) -> None:
+    SpoolWriter(run, "w1").write(group(1))
+    reader = SpoolReader(run)
+    assert ids(reader.poll()) == ["e000.i000001.a00"]
+    SpoolWriter(run, "w0").write(group(1))
+    assert reader.poll() == []
+    assert "as rollouts/w1/e000.i000001.a00" in reader.rejected[layout.rollout("w0", "e000.i000001.a00")]
+    assert reader.lost == []  # the group is there all the same
+
+
+def test_of_two_files_of_a_group_the_one_on_record_is_read(run: Bucket) -> None:
+    for worker in ("w0", "w1"):
+        SpoolWriter(run, worker).write(group(1))
+    key = layout.rollout("w1", "e000.i000001.a00")
+    reader = SpoolReader(run, files={"e000.i000001.a00": key})
+    assert ids(reader.poll()) == ["e000.i000001.a00"]
+    assert reader.file("e000.i000001.a00") == key
+    assert list(reader.rejected) == [layout.rollout("w0", "e000.i000001.a00")]
+
+
+def test_a_group_under_another_ones_name_is_refused_at_once(run: Bucket) -> None:
+    run.put(layout.rollout("w0", "e000.i000005.a00"), group(1).to_bytes())
+    reader = SpoolReader(run)
+    assert reader.poll() == []
+    assert reader.rejected == {layout.rollout("w0", "e000.i000005.a00"): "it holds the group e000.i000001.a00"}
+    assert reader.lost == ["e000.i000005.a00"]
+
+
+def test_what_a_check_refuses_is_not_handed_on(run: Bucket) -> None:
+    for index in range(3):
+        SpoolWriter(run, "w0").write(group(index))
+    reader = SpoolReader(run, check=lambda g: "it is odd" if g.id.index % 2 else None)
+    assert [g.id.index for g in reader.poll()] == [0, 2]
+    assert list(reader.rejected.values()) == ["it is odd"]
+    assert reader.poll() == []
+
+
+def test_files_above_the_size_of_a_group_are_not_read(run: Bucket) -> None:
+    SpoolWriter(run, "w0").write(group(1))
+    reader = SpoolReader(run, patience_s=0.0, max_bytes=100)
+    assert reader.poll() == []
+    assert "larger than 100 bytes" in reader.rejected[layout.rollout("w0", "e000.i000001.a00")]

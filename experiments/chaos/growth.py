@@ -1,0 +1,67 @@
+"""Whether memory, descriptors or files grow: slopes over the lives of the parts, after their warm-up."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from experiments.chaos.parts import Held
+
+WARM_UP_S = 60.0
+"""Of a life, which loads and compiles."""
+_FEWEST = 5
+_SHORTEST_S = 20.0
+
+
+@dataclass
+class Growth:
+    """Samples by (part, pid): seconds since the life was first seen, and what it held."""
+
+    lives: dict[tuple[str, int], list[tuple[float, Held]]] = field(default_factory=lambda: defaultdict(list))
+    _began: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def series(self) -> dict[str, list[tuple[float, int, int, int]]]:
+        """All samples, by part and process: seconds, bytes, descriptors, threads."""
+        return {
+            f"{part} {pid}": [(round(t, 1), h.rss, h.descriptors, h.threads) for t, h in samples]
+            for (part, pid), samples in self.lives.items()
+        }
+
+    def note(self, part: str, pid: int, held: Held, now: float) -> None:
+        began = self._began.setdefault((part, pid), now)
+        self.lives[part, pid].append((now - began, held))
+
+    def slopes(self, what: str) -> dict[str, float]:
+        """Per minute, by part: one line through all lives of a part, each with an offset of its own.
+
+        Args:
+          what: a field of `Held`.
+        """
+        products: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        for (part, _), samples in self.lives.items():
+            t, y = _settled(samples, what)
+            if len(t) >= _FEWEST and t[-1] - t[0] >= _SHORTEST_S:
+                centred = t - t.mean()
+                products[part] += centred @ (y - y.mean()), centred @ centred
+        return {part: float(60 * xy / xx) for part, (xy, xx) in sorted(products.items())}
+
+    def watched_s(self) -> dict[str, float]:
+        """Seconds of the lives of each part after their warm-up, all together."""
+        found: dict[str, float] = defaultdict(float)
+        for (part, _), samples in self.lives.items():
+            t, _ = _settled(samples, "rss")
+            found[part] += t[-1] - t[0] if len(t) else 0.0
+        return dict(found)
+
+    def means(self, what: str) -> dict[str, float]:
+        found: dict[str, list[np.ndarray]] = defaultdict(list)
+        for (part, _), samples in self.lives.items():
+            found[part].append(_settled(samples, what)[1])
+        return {part: float(np.concatenate(values).mean()) for part, values in found.items() if sum(map(len, values))}
+
+
+def _settled(samples: list[tuple[float, Held]], what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and values of a life after its warm-up: `WARM_UP_S`, and the first half of it in any case."""
+    since = max(WARM_UP_S, samples[-1][0] / 2)
+    t = np.array([t for t, _ in samples if t >= since])
+    return t, np.array([getattr(held, what) for t, held in samples if t >= since], float)
