@@ -26,7 +26,8 @@ class Job:
 
     def __init__(self, hub: "FakeHub", job_id: str, namespace: str, spec: dict[str, Any], folder: Path):
         self.id, self.namespace, self.spec, self.folder, self._hub = job_id, namespace, spec, folder, hub
-        self.stage, self.message = SCHEDULING, None
+        self.stage = SCHEDULING
+        self.message: str | None = None
         self.log: list[tuple[str, str]] = []
         """(time, line)."""
         self.exposed: list[int] = (spec.get("expose") or {}).get("ports", [])
@@ -34,7 +35,9 @@ class Job:
         self.ports = {port: _free_port() for port in dict.fromkeys((*self.exposed, *grouped))}
         self.attempts = 0
         """Times that it was started."""
-        self._created, self._started, self._finished = _now(), None, None
+        self._created = _now()
+        self._started: str | None = None
+        self._finished: str | None = None
         self._preempted = False
         self._changed = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None

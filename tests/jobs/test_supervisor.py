@@ -112,7 +112,7 @@ def test_lives_shorter_than_what_earns_a_restart_spend_the_budget() -> None:
 def test_a_learner_that_was_taken_over_is_not_started_again(supervisor: Callable[..., Supervisor]) -> None:
     """It would claim the run once more, and two machines would fight for it for ever."""
     subject = supervisor({"learner": "import sys; print('another learner has taken over'); sys.exit(76)"})
-    with pytest.raises(RunFailed, match="^another learner has taken over$"):
+    with pytest.raises(RunFailed, match=r"^another learner has taken over$"):
         polled(subject, lambda: False)
     assert role(subject, "learner").restarts.total == 0
 

@@ -1,8 +1,6 @@
 """The process: how it starts, what it lets out, and how it ends."""
 
 import asyncio
-import datetime
-import ipaddress
 import os
 import signal
 import socket
@@ -16,10 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, UsageError
 from grpo_jax.proxy import run_end
@@ -28,6 +22,7 @@ from grpo_jax.proxy.run_end import RunEnd
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordWriter
+from tests.fakes.certificate import write_certificate
 from tests.proxy.harness import FLEET, RUN, V0, V1, eventually, make_config, run_async
 from tests.proxy.replica import FakeAgent, FakeReplica
 
@@ -160,35 +155,9 @@ def test_it_needs_none_of_the_learners_and_generators_packages() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def _certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost and 127.0.0.1, and its key, as PEM files."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    cert_file, key_file = folder / "cert.pem", folder / "key.pem"
-    cert_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return cert_file, key_file
-
-
 @run_async
 async def test_the_token_goes_to_listed_https_hosts_only_and_never_to_the_log(tmp_path: Path) -> None:
-    cert_file, key_file = _certificate(tmp_path)
+    cert_file, key_file = write_certificate(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert_file, key_file)
     secure, plain = FakeReplica("secure"), FakeReplica("plain")
