@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from grpo_jax.config.load import load_config
 from grpo_jax.config.schema import Config
@@ -19,6 +20,10 @@ from grpo_jax.generator.vllm import on_cpu, vllm_command, vllm_version
 from grpo_jax.models.source import resolve_model
 
 _START_S = 500.0
+
+# On a busy machine a first draw, or an example, may take seconds, and that is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,12 @@ def parse_config(raw: dict[str, Any], origin: str) -> Config:
         raise UsageError(f"{origin}: {sentence(error)}") from None
 
 
+def _named(path: Path) -> str:
+    """In one line, whatever an `extends` may hold."""
+    text = str(path)
+    return text if text.isprintable() and len(text) <= 1000 else f"{text!r:.200}"
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         if path.resolve() in seen:
@@ -54,7 +60,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
     except (OSError, ValueError, RuntimeError) as error:  # no UTF-8, no name of a file, links that go in a circle
-        raise UsageError(f"{str(path)!r:.200}: cannot be read: {error}") from None
+        raise UsageError(f"{_named(path)}: cannot be read: {error}") from None
     try:
         raw = _parse(text, _UniqueKeyLoader)
     except yaml.YAMLError as error:

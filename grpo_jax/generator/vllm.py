@@ -23,6 +23,10 @@ _CPU_BLOCK_SIZE = 32
 _CPU_KV_CACHE_GB = 0.5
 
 
+# Sockets have paths of 107 bytes at most on Linux, and their names have 36.
+_LONGEST_SOCKET_FOLDER = 70
+
+
 @dataclass(frozen=True)
 class Command:
     argv: tuple[str, ...]
@@ -149,6 +153,8 @@ def _environment(
     }
     if adapters is not None:
         env[ADAPTERS] = str(adapters.resolve())
+    if len(environ.get("TMPDIR", "")) > _LONGEST_SOCKET_FOLDER:
+        env.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where it makes its sockets
     if parent_pid is not None:
         env[PARENT_PID] = str(parent_pid)
     if cpu:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_jax.adapters.names import RUN_NAME
 from grpo_jax.config.compare import differing_keys
 from grpo_jax.config.sweep import Sweep
 from grpo_jax.errors import UsageError
@@ -57,6 +58,8 @@ def members_of_sweep(folder: Bucket) -> tuple[str, list[Member]] | None:
         if data is None:
             return None
         index = json.loads(data)
+        if not all(RUN_NAME.fullmatch(r["run"]) for r in index["runs"]):
+            raise ValueError("a run without a name")
         runs = [(folder.child(r["run"]), dict(r["settings"]), r["seed"], r["steps"]) for r in index["runs"]]
         return str(index["sweep"]), [_member(*run) for run in runs]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -13,7 +13,7 @@ from grpo_jax.storage import layout
 from grpo_jax.storage.batches import read_batch
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import Record, read_record
-from grpo_jax.storage.shapes import is_shaped
+from grpo_jax.storage.shapes import misfit
 from grpo_jax.storage.spool import SpoolReader
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def _evaluations(bucket: Bucket) -> list[dict[str, Any]]:
     for key in bucket.list(layout.EVALUATIONS):
         try:
             evaluation = json.loads(bucket.read_or_none(key) or b"")
-            if not is_shaped(key, evaluation):
+            if misfit(key, evaluation) is not None:
                 raise ValueError
             _version(evaluation)
         except (ValueError, RecursionError):

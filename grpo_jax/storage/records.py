@@ -11,12 +11,15 @@ the time corrects that by itself; one that writes seldom calls `confirm` now and
 
 import hashlib
 import json
+import logging
 import threading
 import time
 from typing import Any
 
 from grpo_jax.storage.bucket import Bucket, ObjectTooLarge
-from grpo_jax.storage.shapes import is_shaped
+from grpo_jax.storage.shapes import misfit
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
@@ -24,6 +27,8 @@ MAX_RECORD_BYTES = 4 << 20
 """No record of ours comes near it; a larger one is forged, and is not read."""
 
 _STAMP_END = 2**63
+
+_told: dict[tuple[str, str], str] = {}
 
 
 def canonical_json(value: Any) -> bytes:
@@ -132,7 +137,19 @@ def read_record(bucket: Bucket, key: str) -> Record | None:
         record = unseal(bucket.read_or_none(key, MAX_RECORD_BYTES) or b"")
     except ObjectTooLarge:
         return None
-    return record if record is not None and is_shaped(key, record) else None
+    problem = None if record is None else misfit(key, record)
+    _tell(bucket, key, problem)
+    return record if problem is None else None
+
+
+def _tell(bucket: Bucket, key: str, problem: str | None) -> None:
+    """Logs once for each state of a record that it is refused."""
+    place = bucket.address, key
+    if problem is None:
+        _told.pop(place, None)
+    elif _told.get(place) != problem:
+        _told[place] = problem
+        log.warning("%s in %s is refused: %s", key, bucket.address, problem)
 
 
 def _stamp(record: Record) -> tuple[int, int]:

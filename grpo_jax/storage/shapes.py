@@ -100,15 +100,19 @@ _NAMED: dict[str, type[_Shape]] = {"run.json": _Run, "policy.json": _Pointer, "s
 _IN_FOLDER: dict[str, type[_Shape]] = {"workers": _Worker, "replicas": _Replica, "evaluations": _Evaluation}
 
 
-def is_shaped(key: str, record: Any) -> bool:
-    """Whether a record has the types that those of its kind have, told by its key. Of other kinds nothing is known."""
+def misfit(key: str, record: Any) -> str | None:
+    """What in a record is not of the type that it has in those of its kind, told by its key; None if all is.
+
+    Of other kinds nothing is known.
+    """
     *folders, name = key.split("/")
     shape = _IN_FOLDER.get(folders[-1]) if folders else None
     shape = shape or _NAMED.get(name)
     if shape is None:
-        return True
+        return None
     try:
         shape.model_validate(record)
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return None

@@ -18,7 +18,7 @@ from grpo_jax.rollouts.watch import RunWatch
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordReader, read_record, seal, unseal
-from grpo_jax.storage.shapes import is_shaped
+from grpo_jax.storage.shapes import misfit
 from tests.fuzz.mutations import as_json, bent, damaged
 from tests.fuzz.profile import fuzz
 
@@ -157,5 +157,5 @@ def test_the_load_of_a_fleet_is_a_number(rng: Random) -> None:
     load = FleetLoad(4)
     for now in (1.0, 2.0):
         record = unseal(forged(rng, REPLICA))
-        load.see([record] if record is not None and is_shaped(layout.replica("f", "r0"), record) else [], now)
+        load.see([record] if record is not None and misfit(layout.replica("f", "r0"), record) is None else [], now)
     assert all(isinstance(value, float) for value in load.take().values())

@@ -41,8 +41,8 @@ def test_the_flags_say_what_the_config_says():
         "--seed": "5",
         "--dtype": "bfloat16",
         "--max-lora-rank": "16",
-        "--max-loras": "6",
-        "--max-cpu-loras": "6",
+        "--max-loras": "7",
+        "--max-cpu-loras": "7",
         "--max-num-seqs": "64",
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
@@ -81,6 +81,13 @@ def test_the_user_has_the_last_word():
     )
     assert command.argv[-2:] == ("--block-size", "64")
     assert (command.env["OMP_WAIT_POLICY"], command.env["X"]) == ("ACTIVE", "y")
+
+
+def test_sockets_fit_into_what_linux_allows_for_their_paths():
+    key = "VLLM_RPC_BASE_PATH"
+    assert key not in _command(environ={"TMPDIR": "/scratch"}).env
+    assert _command(environ={"TMPDIR": "/scratch/" + "x" * 80}).env[key] == "/tmp"
+    assert _command(environ={"TMPDIR": "/scratch/" + "x" * 80, key: "/run/v"}).env[key] == "/run/v"
 
 
 def test_the_environment_is_inherited_but_for_what_would_hide_torch():
