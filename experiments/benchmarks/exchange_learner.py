@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from grpo_jax.adapters.peft import adapter_files
-from grpo_jax.adapters.publisher import AdapterSpec, Publisher
+from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.config.schema import Config
 from grpo_jax.learner.engine import Engine
 from grpo_jax.learner.fence import claim_incarnation
 from grpo_jax.learner.probe import canary_tokens, probe_lora
 from grpo_jax.learner.records import Heartbeat
-from grpo_jax.learner.setup import build_trainer
+from grpo_jax.learner.setup import adapter_spec, build_trainer
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordWriter
@@ -59,19 +59,9 @@ class PublishingLearner:
             raise SystemExit(f"v0 was not published within {_FLUSH_S:.0f} s")
 
     def publisher_into(self, run: Bucket) -> Publisher:
-        trainer = self._trainer
-        spec = AdapterSpec(
-            run=self._config.run,
-            rank=trainer.lora.rank,
-            alpha=trainer.lora.alpha,
-            rslora=trainer.lora.rslora,
-            scale=trainer.lora.scale,
-            base_model=self._config.model.source,
-            base_digest=trainer.base_digest,
-        )
         return Publisher(
             run,
-            spec,
+            adapter_spec(self._config, self._trainer),
             self._incarnation,
             window=self._config.window,
             canary_tokens=self.tokens,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from grpo_jax.adapters.publisher import AdapterSpec, Publisher
+from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
 from grpo_jax.learner.checkpoint import Checkpointer
@@ -25,7 +25,7 @@ from grpo_jax.learner.probe import canary_tokens
 from grpo_jax.learner.records import Heartbeat
 from grpo_jax.learner.replay_source import Source
 from grpo_jax.learner.saving import Saver
-from grpo_jax.learner.setup import Trainer, build_trainer
+from grpo_jax.learner.setup import Trainer, adapter_spec, build_trainer
 from grpo_jax.learner.step import LearnerState
 from grpo_jax.learner.target import RewardTarget
 from grpo_jax.learner.train import train_groups
@@ -102,15 +102,7 @@ class _Player:
         )
         self._publisher = Publisher(
             run,
-            AdapterSpec(
-                run=config.run,
-                rank=trainer.lora.rank,
-                alpha=trainer.lora.alpha,
-                rslora=trainer.lora.rslora,
-                scale=trainer.lora.scale,
-                base_model=config.model.source,
-                base_digest=trainer.base_digest,
-            ),
+            adapter_spec(config, trainer),
             incarnation,
             window=config.window,
             canary_tokens=self._tokens,

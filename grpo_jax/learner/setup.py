@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from grpo_jax.adapters.initial import initial_adapter
+from grpo_jax.adapters.publisher import AdapterSpec
 from grpo_jax.algorithms.objective import Objective
 from grpo_jax.algorithms.registry import bound_loss, factor_function
 from grpo_jax.cache import cache_dir
@@ -130,6 +131,19 @@ def step_of(config: Config, model: ModelConfig, lora: LoraConfig, mesh: Mesh, at
         remat=config.learner.remat,
         attention=attention,
         quantization=config.learner.quantization,
+    )
+
+
+def adapter_spec(config: Config, trainer: Trainer) -> AdapterSpec:
+    """What all adapters that a run publishes have in common."""
+    return AdapterSpec(
+        run=config.run,
+        rank=trainer.lora.rank,
+        alpha=trainer.lora.alpha,
+        rslora=trainer.lora.rslora,
+        scale=trainer.lora.scale,
+        base_model=config.model.source,
+        base_digest=trainer.base_digest,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from grpo_jax.adapters.publisher import AdapterSpec, Publisher
+from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.errors import RunFailed, UsageError
 from grpo_jax.learner.checkpoint import Meta
 from grpo_jax.learner.door import Door
@@ -18,7 +18,7 @@ from grpo_jax.learner.multihost import Leader, make_engine
 from grpo_jax.learner.probe import canary_tokens, probe_lora
 from grpo_jax.learner.retention import AdapterRetention, Needed, RetentionThread
 from grpo_jax.learner.saving import Saver
-from grpo_jax.learner.setup import Trainer, build_trainer
+from grpo_jax.learner.setup import Trainer, adapter_spec, build_trainer
 from grpo_jax.learner.step import LearnerState
 from grpo_jax.learner.target import RewardTarget
 from grpo_jax.observability.metrics import MetricsLog, read_metrics
@@ -58,15 +58,7 @@ def prepare(life: Life) -> Parts:
     pin = Pin(config, run) if config.evaluation.samples else None
     life.publisher = publisher = Publisher(
         run,
-        AdapterSpec(
-            run=config.run,
-            rank=trainer.lora.rank,
-            alpha=trainer.lora.alpha,
-            rslora=trainer.lora.rslora,
-            scale=trainer.lora.scale,
-            base_model=config.model.source,
-            base_digest=trainer.base_digest,
-        ),
+        adapter_spec(config, trainer),
         life.incarnation,
         window=config.window,
         canary_tokens=tokens,
