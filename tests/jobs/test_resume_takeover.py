@@ -33,7 +33,10 @@ _RECORDS = (layout.RUN, layout.POLICY, layout.LEARNER_STATE)
 def what_counts(run_dir: Path) -> dict:
     """What somebody who comes only now would take for the run, but for its records."""
     run = Bucket(str(run_dir))
-    manifests = sorted(key for key in run.list(layout.CHECKPOINTS) if "/manifest." in key)
+    # One of the first learner may have been under way when that was stopped; the second one's is newer, and counts.
+    manifests = sorted(
+        key for key in run.list(layout.CHECKPOINTS) if "/manifest." in key and "/manifest.000001." not in key
+    )
     return {
         "batches": read_batches(run),
         "metrics": read_metrics(run),
