@@ -123,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--to", metavar="DIR", help="where a comparison goes (default: the sweep's folder, or here)")
     sub.add_argument("--target", type=float, metavar="REWARD", help="of a comparison (default: 0.9 of the best)")
 
-    def role(name: str, function, help: str) -> argparse.ArgumentParser:
+    def role(name: str, function, help: str, **config) -> argparse.ArgumentParser:
         sub = command(name, function, help)
-        sub.add_argument("--config", required=True, metavar="CONFIG")
+        sub.add_argument("--config", required=True, metavar="CONFIG", **config)
         sub.add_argument("--bucket", metavar="URL", help="instead of the config's")
         return sub
 
@@ -135,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = role("worker", _worker, "one role alone: samples and scores groups")
     sub.add_argument("--proxy", required=True, metavar="URL")
     sub.add_argument("--id", default="worker-0")
-    sub = role("generator", _generator, "one role alone: vLLM and its agent")
+    several = {"action": "append", "help": "given several times: runs that share this replica"}
+    sub = role("generator", _generator, "one role alone: vLLM and its agent", **several)
     sub.add_argument("--id", required=True, help="names this replica in the fleet")
     sub.add_argument("--dir", metavar="DIR", help="local directory for adapters and logs")
     sub.add_argument("--host", help="where its server listens (default: generator.host)")
@@ -345,15 +346,15 @@ def _worker(arguments: argparse.Namespace) -> int:
 
 
 def _generator(arguments: argparse.Namespace) -> int:
-    config = _role_config(arguments, "generator")
+    configs = [_role_config(arguments, "generator", path) for path in arguments.config]
     from grpo_jax.cache import cache_dir
     from grpo_jax.generator.agent import run_generator
 
     said = {"host": arguments.host, "port": arguments.port}
     update = {key: value for key, value in said.items() if value is not None}
-    config = config.model_copy(update={"generator": config.generator.model_copy(update=update)})
-    work_dir = Path(arguments.dir) if arguments.dir else cache_dir() / "generators" / config.run / arguments.id
-    return run_generator(config, arguments.id, work_dir, arguments.url)
+    configs = [c.model_copy(update={"generator": c.generator.model_copy(update=update)}) for c in configs]
+    work_dir = Path(arguments.dir) if arguments.dir else cache_dir() / "generators" / configs[0].run / arguments.id
+    return run_generator(configs, arguments.id, work_dir, arguments.url)
 
 
 def _trainer(arguments: argparse.Namespace) -> int:
@@ -372,7 +373,7 @@ def _proxy(arguments: argparse.Namespace) -> int:
     return run_proxy(config, arguments.host or config.proxy.host, port)
 
 
-def _role_config(arguments: argparse.Namespace, role: str) -> "Config":
+def _role_config(arguments: argparse.Namespace, role: str, path: str | None = None) -> "Config":
     from grpo_jax.config.load import load_config
     from grpo_jax.jobs.local import default_environment
     from grpo_jax.jobs.processes import leave_with_parent
@@ -381,7 +382,7 @@ def _role_config(arguments: argparse.Namespace, role: str) -> "Config":
     _configure_logging(role, logging.INFO)
     leave_with_parent()
     overrides = [f"bucket={arguments.bucket}"] if arguments.bucket else []
-    return load_config(arguments.config, overrides)
+    return load_config(path or arguments.config, overrides)
 
 
 def _configure_logging(role: str, level: int) -> None:

@@ -7,8 +7,10 @@ behind a full batch, or a bucket that hangs, delays nothing else.
 
 import asyncio
 import logging
+import shutil
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -17,10 +19,9 @@ from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, UsageError
 from grpo_jax.generator.client import UNREACHABLE, Load, ServerError
 from grpo_jax.generator.engines import require_engine, server_command, server_version
-from grpo_jax.generator.observer import Observer
-from grpo_jax.generator.policies import Policies
-from grpo_jax.generator.sources import LocalCopies
+from grpo_jax.generator.runs import Runs, require_agreement
 from grpo_jax.generator.supervisor import Supervisor
+from grpo_jax.generator.vllm import Limits
 from grpo_jax.models.source import base_digest, resolve_model
 from grpo_jax.rollouts.threads import in_daemon_thread
 from grpo_jax.storage import layout
@@ -30,57 +31,54 @@ from grpo_jax.storage.records import Record, RecordWriter, next_incarnation
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
-_PAUSE_S = 1.0
 _METRICS_S = 1.0
 _HEARTBEAT_S = 1.0
 _LAST_WORD_S = 5.0
 
 
-def run_generator(config: Config, replica_id: str, work_dir: Path, advertise_url: str | None = None) -> int:
-    """Serves the policies of a run until it is over. Blocks; to be called in the main thread.
+def run_generator(configs: Sequence[Config], replica_id: str, work_dir: Path, advertise_url: str | None = None) -> int:
+    """Serves the policies of runs until all of them are over. Blocks; to be called in the main thread.
 
     Args:
+        configs: of the runs, most often of one; those of several agree in what the server is.
         replica_id: names the heartbeat; unique in the fleet.
         work_dir: local disk, for adapters and the server's log.
         advertise_url: where others reach the server; by default `generator.host` and the port.
 
     Returns:
-        0 when the run is over or its learner has been silent for `fleet.idle_exit_s`, 75 after SIGTERM or SIGINT.
+        0 when the runs are over or all learners have been silent for `fleet.idle_exit_s`, 75 after SIGTERM or SIGINT.
         Nothing is left running in either case.
 
     Raises:
         RunFailed: the server cannot be started.
-        UsageError: the model or the engine is not here, or nobody could reach this replica.
+        UsageError: the model or the engine is not here, nobody could reach this replica, or the runs do not agree.
     """
+    require_agreement(configs)
+    config = configs[0]
     if advertise_url is None and config.generator.host in ("0.0.0.0", "::"):
         raise UsageError("generator.host is a wildcard address: an address for others to reach is needed beside it")
     require_engine(config)
-    return asyncio.run(_Agent(config, replica_id, work_dir, advertise_url).run())
+    return asyncio.run(_Agent(configs, replica_id, work_dir, advertise_url).run())
 
 
 class _Agent:
-    def __init__(self, config: Config, replica_id: str, work_dir: Path, advertise_url: str | None):
-        self._config, self._id, self._work_dir, self._advertise_url = config, replica_id, work_dir, advertise_url
-        self._bucket = Bucket(config.bucket)
-        run = self._bucket.child(config.run)
+    def __init__(self, configs: Sequence[Config], replica_id: str, work_dir: Path, advertise_url: str | None):
+        self._config, self._id, self._work_dir, self._advertise_url = configs[0], replica_id, work_dir, advertise_url
+        self._limits = Limits.of(configs)
+        self._bucket = Bucket(self._config.bucket)
         self._started_at = time.time()
-        self._heartbeat_key = layout.replica(config.fleet_name, replica_id)
+        self._heartbeat_key = layout.replica(self._config.fleet_name, replica_id)
         self._incarnation = next_incarnation(self._bucket, self._heartbeat_key)
         self._writer = RecordWriter(self._bucket, self._heartbeat_key, self._incarnation)
-        self._observer = Observer(run, config.fleet.idle_exit_s)
         self._adapters = work_dir / "adapters"
-        self._policies = Policies(
-            LocalCopies(run, self._adapters),
-            config.run,
-            dtype=config.model.dtype,
-            slots=config.slots,
-            reproof_s=config.fleet.reproof_s,
-        )
+        # What an earlier agent has left there may be of another run.
+        shutil.rmtree(self._adapters, ignore_errors=True)
+        self._runs = Runs(configs, self._adapters)
         self._supervisor: Supervisor | None = None
         self._base_digest: str | None = None
         self._load = Load()
         self._error: str | None = None
-        self._life = 0  # of the server that `_policies` speaks of
+        self._life = 0  # of the server that `_runs` speaks of
         self._leaving = asyncio.Event()
         self._soonest_s = 0.05 if self._bucket.is_local else _HEARTBEAT_S
 
@@ -90,7 +88,7 @@ class _Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
         heartbeat = asyncio.create_task(self._beat())
-        watch = asyncio.create_task(self._observer.watch())
+        watch = asyncio.create_task(self._runs.watch())
         tasks = [watch, asyncio.create_task(stopped.wait()), asyncio.create_task(self._serve())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -101,7 +99,7 @@ class _Agent:
             raise
         finally:
             self._leaving.set()
-            self._policies.changed.set()
+            self._runs.changed.set()
             await _cancelled(tasks)
             await asyncio.wait([heartbeat], timeout=_LAST_WORD_S)
         log.info("leaving: %s", watch.result() if watch in done else "stopped by a signal")
@@ -121,6 +119,7 @@ class _Agent:
                     port=port,
                     start=self._incarnation + start,
                     adapters=self._adapters,
+                    limits=self._limits,
                 ),
                 self._work_dir / f"{config.generator.engine}-{self._id}.log",
                 session,
@@ -147,33 +146,17 @@ class _Agent:
         while True:
             busy = False
             if self._life != supervisor.life:
-                self._policies.forget_server()
+                self._runs.forget_server()
                 self._life = supervisor.life
-            client, wanted = supervisor.client, self._observer.wanted
-            self._compare_base()
+            self._runs.compare_base(self._base_digest)
             try:
-                if client is not None and wanted is not None and self._base_digest is not None:
-                    busy = await self._policies.step(client, wanted)
-                    await self._policies.sweep(self._load)
-                    self._error = None
+                if (client := supervisor.client) is not None and self._base_digest is not None:
+                    busy = await self._runs.step(client, self._load)
             except UNREACHABLE as error:
                 log.info("the server does not answer: %r", error)
                 await asyncio.sleep(_TICK_S)
-            except Exception as error:  # of the bucket, or a bug: neither may end the other policies
-                log.exception("a policy could not be dealt with, and is tried again")
-                self._error = f"{type(error).__name__}: {error}"
-                await asyncio.sleep(_PAUSE_S)
             if not busy:
                 await asyncio.sleep(_TICK_S)
-
-    def _compare_base(self) -> None:
-        ours, theirs = self._base_digest, self._observer.base_digest
-        wrong = ours is not None and theirs is not None and ours != theirs
-        self._policies.wrong_base = (
-            f"the base model here has the digest {str(ours)[:12]}, and the run's has {str(theirs)[:12]}"
-            if wrong
-            else None
-        )
 
     async def _measure(self, supervisor: Supervisor) -> None:
         while True:
@@ -188,7 +171,7 @@ class _Agent:
         """Writes the heartbeat until the agent leaves, sooner when something changed, and a last time then."""
         while True:
             last = self._leaving.is_set()
-            self._policies.changed.clear()
+            self._runs.changed.clear()
             try:
                 await in_daemon_thread(self._writer.write, self._record())
             except Exception as error:  # every kind of bucket raises errors of its own
@@ -196,24 +179,23 @@ class _Agent:
             if last:
                 return
             await _set_within(self._leaving, self._soonest_s)
-            await _set_within(self._policies.changed, _HEARTBEAT_S - self._soonest_s)
+            await _set_within(self._runs.changed, _HEARTBEAT_S - self._soonest_s)
 
     def _record(self) -> Record:
         config, supervisor = self._config, self._supervisor
         ready = supervisor is not None and supervisor.client is not None and supervisor.life == self._life
         host = f"[{config.generator.host}]" if ":" in config.generator.host else config.generator.host
         port = supervisor.port if supervisor is not None else config.generator.port
-        error = self._policies.wrong_base or self._error or (supervisor.error if supervisor is not None else None)
+        error = self._error or self._runs.error or (supervisor.error if supervisor is not None else None)
         return {
             "id": self._id,
             "url": self._advertise_url or f"http://{host}:{port}",
             "state": "draining" if self._leaving.is_set() else "ready" if ready else "starting",
-            "runs": [config.run],
             "base_digest": self._base_digest,
             "engine": config.generator.engine,
             "engine_version": server_version(config),
             "dtype": config.model.dtype,
-            **self._policies.record(),
+            **self._runs.record(),
             **({} if ready else {"proved": [], "loaded": []}),
             "running": self._load.running if ready else 0,
             "waiting": self._load.waiting if ready else 0,

@@ -30,14 +30,22 @@ def require_engine(config: Config) -> None:
 
 
 def server_command(
-    config: Config, model_dir: Path, replica_id: str, *, port: int, start: int, adapters: Path | None = None
+    config: Config,
+    model_dir: Path,
+    replica_id: str,
+    *,
+    port: int,
+    start: int,
+    adapters: Path | None = None,
+    limits: vllm.Limits | None = None,
 ) -> vllm.Command:
     """The command of a server that dies with this process.
 
     Args:
         start: another number for each start, for the seed.
-        adapters: see `vllm_command`.
+        adapters, limits: see `vllm_command`.
     """
+    limits = limits or vllm.Limits.of([config])
     max_positions = ModelConfig.from_dir(model_dir).max_positions
     seed = vllm.engine_seed(config, replica_id, start)
     if config.generator.engine == "vllm":
@@ -51,6 +59,7 @@ def server_command(
             adapters=adapters,
             max_positions=max_positions,
             parent_pid=os.getpid(),
+            limits=limits,
         )
     flags = {
         "--model": str(model_dir),
@@ -58,9 +67,9 @@ def server_command(
         "--port": str(port),
         "--dtype": config.model.dtype,
         "--seed": str(seed),
-        "--max-model-len": str(vllm.max_model_len(config, max_positions)),
-        "--max-lora-rank": str(config.lora.max_rank),
-        "--max-loras": str(config.slots),
+        "--max-model-len": str(vllm.max_model_len(config, max_positions, limits)),
+        "--max-lora-rank": str(limits.lora_rank),
+        "--max-loras": str(limits.slots),
     }
     words = [word for item in flags.items() for word in item]
     return vllm.Command(

@@ -1,4 +1,4 @@
-"""The index of an agent's adapters folder: the policies that its server may take from there by itself.
+"""The index of a run's folder on an agent's disk: the policies that its server may take from there by itself.
 
 The agent writes it, the plugin inside the server's processes reads it (see `plugin`).
 """
@@ -13,11 +13,24 @@ from grpo_jax.adapters.names import parse_policy
 INDEX = "index.json"
 
 
+def run_folder(adapters: Path, run: str) -> Path:
+    """Where an agent keeps the policies of one of its runs, with an index of their own."""
+    return adapters / run
+
+
 def write_index(folder: Path, names: Iterable[str]) -> None:
     """Replaces the index by one of these policies, which lie in `folder`. A reader sees the old one or the new one."""
     temporary = folder / f".{INDEX}.tmp"
     temporary.write_text(json.dumps({name: str(folder / name) for name in sorted(names)}))
     os.replace(temporary, folder / INDEX)
+
+
+def found(adapters: Path, name: str) -> str | None:
+    """The directory of a policy of any run, as `indexed` tells it."""
+    try:
+        return indexed(run_folder(adapters, parse_policy(name).run), name)
+    except ValueError:
+        return None
 
 
 def indexed(folder: Path, name: str) -> str | None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from typing import Never
 
 from grpo_jax.generator.policies import Wanted
 from grpo_jax.rollouts.threads import in_daemon_thread
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 _FINAL = ("finished", "failed")
 # A final status that stands there at the start may be that of an earlier life, which a learner is about to resume.
 _STALE_END_S = 30.0
+_LOOK_S = 1.0
+_LOOKS_AWAY_PER_S = 2.0
 
 
 class Observer:
@@ -24,38 +27,45 @@ class Observer:
     a second: some mounts remember an absence.
     """
 
-    def __init__(self, run: Bucket, idle_exit_s: float):
+    def __init__(self, run: Bucket, of: int = 1):
+        """`of`: so many runs are looked at from here: the more, the less often those that have nothing to say."""
         self._run = RecordReader(run, layout.RUN)
         self._policy = RecordReader(run, layout.POLICY)
         self._learner = RecordReader(run, layout.LEARNER_STATE)
-        self._idle_exit_s = idle_exit_s
         self._slow_s = 0.5 if run.is_local else 1.0
         self._fast_s = 0.05 if run.is_local else 1.0
+        self._away_s = _LOOK_S if run.is_local else max(_LOOK_S, of / _LOOKS_AWAY_PER_S)
         self._first_stamp: tuple[int, int] | None = None
         self._troubled = False
         self.base_digest: str | None = None
         """Of the run, once `run.json` is there."""
         self.wanted: Wanted | None = None
+        self.over: str | None = None
+        """Why there is nothing more to be done for the run; a learner may take it back."""
 
-    async def watch(self) -> str:
-        """Reads until the run is over, and returns why it is."""
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the learner has last shown any sign of life, or since the start."""
+        return min(self._learner.silent_s(), self._run.silent_s())
+
+    async def watch(self) -> Never:
+        """Reads until it is cancelled."""
         while True:
             run = await self._read(self._run)
             if run is not None:
                 self.base_digest = (run.get("base") or {}).get("digest")
-                if (reason := self._end(run)) is not None:
-                    return reason
-                await self._read(self._learner)
-            silent_s = min(self._learner.silent_s(), self._run.silent_s())
-            if silent_s > self._idle_exit_s:
-                return f"the learner has been silent for {silent_s:.0f} s"
-            await self._watch_policy(run is not None)
+                self.over = self._end(run)
+            if run is None or self.over is not None:
+                await asyncio.sleep(self._away_s)
+                continue
+            await self._read(self._learner)
+            await self._watch_policy()
 
-    async def _watch_policy(self, may_exist: bool) -> None:
+    async def _watch_policy(self) -> None:
         """About a second of looking at the pointer alone: that one is wanted fast."""
-        until = time.monotonic() + 1.0
+        until = time.monotonic() + _LOOK_S
         while time.monotonic() < until:
-            if may_exist and (policy := await self._read(self._policy)) is not None and Wanted.is_in(policy):
+            if (policy := await self._read(self._policy)) is not None and Wanted.is_in(policy):
                 self.wanted = Wanted.of(policy)
             await asyncio.sleep(self._slow_s if self.wanted is None else self._fast_s)
 

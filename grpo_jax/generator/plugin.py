@@ -9,13 +9,13 @@ import os
 from functools import cache
 from pathlib import Path
 
-from grpo_jax.generator.index import indexed
+from grpo_jax.generator.index import found
 
 CPU_LORA = "GRPO_JAX_CPU_LORA"
 """Environment variable: "1" exchanges the LoRA layer of vLLM's CPU backend (see `cpu_lora`)."""
 
 ADAPTERS = "GRPO_JAX_ADAPTERS"
-"""Environment variable: the agent's adapters folder, whose index says what may be registered at a request."""
+"""Environment variable: the agent's adapters folder, whose indexes say what may be registered at a request."""
 
 
 @cache
@@ -41,7 +41,7 @@ def _register_resolver(folder: Path) -> None:
         """
 
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-            path = indexed(folder, lora_name)
+            path = found(folder, lora_name)
             if path is None:
                 return None
             # vLLM gives the request an id of its own, and its prefix cache knows an adapter by name and path: these

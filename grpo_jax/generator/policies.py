@@ -58,7 +58,16 @@ class _Refusal:
 class Policies:
     """State of one server. `compare`, `step` and `sweep` are for one task in turn; the rest may be read at any time."""
 
-    def __init__(self, source: Source, run: str, *, dtype: str, slots: int, reproof_s: float):
+    def __init__(
+        self,
+        source: Source,
+        run: str,
+        *,
+        dtype: str,
+        slots: int,
+        reproof_s: float,
+        changed: asyncio.Event | None = None,
+    ):
         """
         Args:
             source: where the adapters' files come from.
@@ -66,6 +75,7 @@ class Policies:
             dtype: what the server computes in.
             slots: adapters of the run that it holds at one time.
             reproof_s: mean time after which a proved policy is proved once more.
+            changed: see the attribute; several runs may share one.
         """
         self._source, self._run, self._slots = source, run, slots
         self._files = Files(source)
@@ -80,7 +90,7 @@ class Policies:
         self._wanted = Wanted("", "", ())
         self.wrong_base: str | None = None
         """Why nothing can be served here at all: the base is not the run's."""
-        self.changed = asyncio.Event()
+        self.changed = changed or asyncio.Event()
         """Set whenever something was proved, refused or unloaded."""
 
     @property
@@ -152,6 +162,16 @@ class Policies:
             return False
         self.changed.set()
         return True
+
+    async def retire(self, client: EngineClient) -> bool:
+        """The run is over: unloads what there is of it; whether there was anything. Raises one of `UNREACHABLE`."""
+        await self.compare(client)
+        names = list(self.loaded) if self._source.loads else []
+        for name in names:
+            await self._unload(client, name)
+        if names:
+            self.changed.set()
+        return bool(names)
 
     async def sweep(self, load: Load) -> None:
         """Releases the files of adapters that were unloaded a while ago and that no request names any more."""
@@ -268,7 +288,7 @@ class Policies:
         v0 = await in_daemon_thread(self._source.first)
         if v0 is not None and v0.canary.tokens == probe.canary.tokens:
             return v0.canary.logprobs
-        base = next((name for name in await client.models() if not self._is_ours(name)), SERVED_NAME)
+        base = next((name for name in await client.models() if not _is_policy(name)), SERVED_NAME)
         return await verdicts.score(client, base, probe.canary.tokens)
 
     async def _refuse(self, client: EngineClient, name: str, refusal: _Refusal) -> None:
@@ -292,6 +312,14 @@ class Policies:
             log.warning("%s could not be unloaded: %s", name, error)
         self.loaded.remove(name)
         self._files.leave(name)
+
+
+def _is_policy(name: str) -> bool:
+    try:
+        parse_policy(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _age(name: str) -> int:

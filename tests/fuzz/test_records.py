@@ -119,7 +119,7 @@ def test_an_agent_reads_its_run(root: Bucket, rng: Random) -> None:
     run = root.child("agent")
     for key, body in ((layout.RUN, RUN), (layout.LEARNER_STATE, STATE), (layout.POLICY, POINTER)):
         run.replace(key, forged(rng, body) if rng.random() < 0.5 else seal(body, 3, 7))
-    observer = Observer(run, idle_exit_s=900.0)
+    observer = Observer(run)
 
     async def look() -> None:
         watching = asyncio.ensure_future(observer.watch())

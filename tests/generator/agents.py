@@ -23,15 +23,16 @@ from grpo_jax.config.schema import Config
 from grpo_jax.generator.agent import run_generator
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
 config, replica, work = sys.argv[1:]
-sys.exit(run_generator(Config.model_validate(json.loads(Path(config).read_text())), replica, Path(work)))
+configs = [Config.model_validate(each) for each in json.loads(Path(config).read_text())]
+sys.exit(run_generator(configs, replica, Path(work)))
 """
 
 
 class AgentProcess:
-    def __init__(self, config: Config, replica: str, folder: Path):
+    def __init__(self, config: Config, replica: str, folder: Path, *others: Config):
         folder.mkdir(parents=True, exist_ok=True)
         self.replica, self.work_dir, self.log = replica, folder / "work", folder / "agent.log"
-        (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json")))
+        (folder / "config.json").write_text(json.dumps([each.model_dump(mode="json") for each in (config, *others)]))
         command = [sys.executable, "-c", _MAIN, str(folder / "config.json"), replica, str(self.work_dir)]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

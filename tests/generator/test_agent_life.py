@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from grpo_jax.generator.index import run_folder
 from grpo_jax.storage import layout
 from tests.generator.agents import alive, wait_until_gone
 
@@ -48,7 +49,7 @@ def test_files_go_after_the_name_was_unloaded(learner, start_agent):
         agent.proved(window[0])
     agent.wait_for(lambda r: v0 not in r["loaded"] and set(window) <= set(r["proved"]))
     deadline = time.monotonic() + 30
-    adapters = agent.work_dir / "adapters"
+    adapters = run_folder(agent.work_dir / "adapters", learner.run)
     while (adapters / v0).exists() or (adapters / learner.probe).exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)

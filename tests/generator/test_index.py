@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.generator.index import INDEX, indexed, write_index
+from grpo_jax.generator.index import INDEX, found, indexed, run_folder, write_index
 
 NAME, OTHER = "r.v000001.0123abcd", "r.v000002.0123abcd"
 
@@ -26,6 +26,17 @@ def test_what_is_written_is_found_and_nothing_else(folder):
     write_index(folder, [OTHER])
     assert indexed(folder, NAME) is None
     assert {path.name for path in folder.iterdir()} == {NAME, OTHER, INDEX}
+
+
+def test_each_run_has_an_index_of_its_own(tmp_path):
+    other = "another-run.v000001.0123abcd"
+    for run, name in (("r", NAME), ("another-run", other)):
+        (run_folder(tmp_path, run) / name).mkdir(parents=True)
+        write_index(run_folder(tmp_path, run), [NAME, other])
+    assert found(tmp_path, NAME) == str(tmp_path / "r" / NAME)
+    assert found(tmp_path, other) == str(tmp_path / "another-run" / other)
+    assert found(tmp_path, "nobody.v000001.0123abcd") is None
+    assert found(tmp_path, "../r") is None
 
 
 def test_a_directory_that_is_gone_or_a_link_is_not_given(folder, tmp_path):

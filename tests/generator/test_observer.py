@@ -1,6 +1,9 @@
 """When an agent thinks that its run is over."""
 
 import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +25,36 @@ def _record(status: str) -> dict:
     return {"run": "r", "status": status, "base": {"digest": "d"}}
 
 
-async def _after(seconds: float, watch: asyncio.Task) -> str | None:
-    await asyncio.wait([watch], timeout=seconds)
-    return watch.result() if watch.done() else None
+@contextlib.asynccontextmanager
+async def _watching(run: Bucket) -> AsyncIterator[Observer]:
+    observer = Observer(run)
+    watch = asyncio.create_task(observer.watch())
+    yield observer
+    assert not watch.done()
+    watch.cancel()
 
 
-def test_a_run_that_ends_under_our_eyes_is_over(run):
+async def _within(seconds: float, observer: Observer) -> str | None:
+    """Why the run is over, as soon as it is."""
+    deadline = time.monotonic() + seconds
+    while observer.over is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return observer.over
+
+
+def test_a_run_that_ends_under_our_eyes_is_over_until_a_learner_takes_it_back(run):
     async def body() -> None:
         writer = RecordWriter(run, layout.RUN, 1)
         writer.write(_record("running"))
-        watch = asyncio.create_task(Observer(run, 60).watch())
-        assert await _after(1.5, watch) is None
-        writer.write(_record("failed"))
-        assert await _after(10, watch) == "the run has failed"
+        async with _watching(run) as observer:
+            assert await _within(1.5, observer) is None
+            writer.write(_record("failed"))
+            assert await _within(10, observer) == "the run has failed"
+            RecordWriter(run, layout.RUN, 2).write(_record("running"))
+            deadline = time.monotonic() + 10
+            while observer.over is not None:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
 
     asyncio.run(body())
 
@@ -43,22 +63,13 @@ def test_the_end_of_an_earlier_life_counts_only_if_nobody_resumes_it(run, monkey
     async def body() -> None:
         monkeypatch.setattr(module, "_STALE_END_S", 2.0)
         RecordWriter(run, layout.RUN, 1).write(_record("finished"))
-        watch = asyncio.create_task(Observer(run, 60).watch())
-        assert await _after(0.5, watch) is None
-        RecordWriter(run, layout.RUN, 2).write(_record("running"))
-        assert await _after(4, watch) is None
-        watch.cancel()
-        watch = asyncio.create_task(Observer(run, 60).watch())
-        RecordWriter(run, layout.RUN, 3).write(_record("finished"))
-        assert await _after(10, watch) == "the run has finished"
-
-    asyncio.run(body())
-
-
-def test_nobody_there_is_silence(run):
-    async def body() -> None:
-        watch = asyncio.create_task(Observer(run, 1.0).watch())
-        assert "silent" in str(await _after(10, watch))
+        async with _watching(run) as observer:
+            assert await _within(0.5, observer) is None
+            RecordWriter(run, layout.RUN, 2).write(_record("running"))
+            assert await _within(4, observer) is None
+        async with _watching(run) as observer:
+            RecordWriter(run, layout.RUN, 3).write(_record("finished"))
+            assert await _within(10, observer) == "the run has finished"
 
     asyncio.run(body())
 
@@ -67,11 +78,13 @@ def test_a_learner_that_beats_is_not_silent(run):
     async def body() -> None:
         RecordWriter(run, layout.RUN, 1).write(_record("running"))
         state = RecordWriter(run, layout.LEARNER_STATE, 1)
-        watch = asyncio.create_task(Observer(run, 2.5).watch())
-        for step in range(6):
-            state.write({"step": step})
-            assert await _after(0.5, watch) is None
-        assert "silent" in str(await _after(10, watch))
+        async with _watching(run) as observer:
+            for step in range(6):
+                state.write({"step": step})
+                await asyncio.sleep(0.5)
+                assert observer.silent_s < 2.5
+            await asyncio.sleep(2.5)
+            assert observer.silent_s > 2.0
 
     asyncio.run(body())
 
@@ -80,11 +93,10 @@ def test_the_pointer_and_the_base_are_seen(run):
     async def body() -> None:
         RecordWriter(run, layout.RUN, 1).write(_record("running"))
         RecordWriter(run, layout.POLICY, 1).write({"run": "r", "current": "b", "window": ["b", "a"], "probe": "p"})
-        observer = Observer(run, 60)
-        await _after(2, watch := asyncio.create_task(observer.watch()))
-        assert observer.wanted == Wanted("p", "b", ("b", "a"))
-        assert observer.base_digest == "d"
-        watch.cancel()
+        async with _watching(run) as observer:
+            await asyncio.sleep(2)
+            assert observer.wanted == Wanted("p", "b", ("b", "a"))
+            assert observer.base_digest == "d"
 
     asyncio.run(body())
 
@@ -92,10 +104,29 @@ def test_the_pointer_and_the_base_are_seen(run):
 def test_a_torn_record_changes_nothing(run):
     async def body() -> None:
         RecordWriter(run, layout.RUN, 1).write(_record("running"))
-        watch = asyncio.create_task(Observer(run, 60).watch())
-        await _after(1.5, watch)
-        run.replace(layout.RUN, b'{"status": "finished"')
-        assert await _after(2, watch) is None
-        watch.cancel()
+        async with _watching(run) as observer:
+            await asyncio.sleep(1.5)
+            run.replace(layout.RUN, b'{"status": "finished"')
+            assert await _within(2, observer) is None
+
+    asyncio.run(body())
+
+
+def test_the_less_a_run_has_to_say_the_less_often_it_is_asked(run, monkeypatch):
+    """Of many that have not begun only a few in a second are asked of a bucket that is not on this machine."""
+
+    async def body() -> None:
+        reads = []
+        monkeypatch.setattr(Bucket, "read_or_none", lambda self, key: reads.append(key))
+        monkeypatch.setattr(Bucket, "read", lambda self, key: reads.append(key))
+        runs = [run.child(str(i)) for i in range(40)]
+        for each in runs:
+            each.is_local = False
+        observers = [Observer(each, 40) for each in runs]
+        tasks = [asyncio.create_task(observer.watch()) for observer in observers]
+        await asyncio.sleep(3)
+        for task in tasks:
+            task.cancel()
+        assert len(reads) <= 40 + 3 * 40 / 10
 
     asyncio.run(body())

@@ -167,7 +167,7 @@ def test_five_failed_starts_end_the_agent_with_the_log_and_its_error(tmp_path, t
     monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.01)
     config = make_config(tmp_path / "bucket", tiny_dir, generator={"extra_args": ["--no-such-flag"]})
     with pytest.raises(RunFailed) as failure:
-        run_generator(config, "r0", tmp_path / "work")
+        run_generator([config], "r0", tmp_path / "work")
     message = str(failure.value)
     assert "did not start in 5 attempts" in message
     assert str(tmp_path / "work" / "reference-r0.log") in message
@@ -177,10 +177,10 @@ def test_five_failed_starts_end_the_agent_with_the_log_and_its_error(tmp_path, t
 def test_a_model_that_does_not_exist_is_a_usage_error(tmp_path, tiny_dir):
     config = make_config(tmp_path / "bucket", tmp_path / "nowhere" / "at" / "all")
     with pytest.raises(UsageError, match="neither an existing directory"):
-        run_generator(config, "r0", tmp_path / "work")
+        run_generator([config], "r0", tmp_path / "work")
 
 
 def test_a_wildcard_host_needs_an_address_for_others(tmp_path, tiny_dir):
     config = make_config(tmp_path / "bucket", tiny_dir, generator={"host": "0.0.0.0"})
     with pytest.raises(UsageError, match="wildcard"):
-        run_generator(config, "r0", tmp_path / "work")
+        run_generator([config], "r0", tmp_path / "work")

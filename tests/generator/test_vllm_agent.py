@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_jax.generator.index import run_folder
 from tests.generator.calls import call, complete, prompt_logprobs
 from tests.generator.served import Served
 from tests.generator.settings import VLLM_START_S
@@ -60,7 +61,7 @@ def test_a_proved_policy_that_vllm_has_lost_is_taken_back_at_a_request(vllm_agen
 
 def test_nothing_else_is_taken_from_the_disk(vllm_agent):
     name, version = _published(vllm_agent)
-    adapters: Path = vllm_agent.agent.work_dir / "adapters"
+    adapters: Path = run_folder(vllm_agent.agent.work_dir / "adapters", vllm_agent.learner.run)
     tokens = vllm_agent.learner.tokens.tolist()
     base = prompt_logprobs(vllm_agent.url, "base", tokens)
     outside = adapters.parent / "tiny.v000800.deadbeef"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_jax.generator.index import write_index
+from grpo_jax.generator.index import run_folder, write_index
 from grpo_jax.generator.plugin import ADAPTERS, CPU_LORA
 from grpo_jax.generator.vllm import package_path, vllm_version
 
@@ -61,10 +61,12 @@ def _report(**env: str) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """Of one run; its parent is the folder of all runs."""
+    folder = run_folder(tmp_path / "adapters", "r")
     for name in (NAME, OTHER):
-        (tmp_path / "adapters" / name).mkdir(parents=True)
-    write_index(tmp_path / "adapters", [NAME])
-    return tmp_path / "adapters"
+        (folder / name).mkdir(parents=True)
+    write_index(folder, [NAME])
+    return folder
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def installed(tmp_path: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_it_resolves_what_is_in_the_index_and_nothing_else(folder, installed):
-    report = _report(**{ADAPTERS: str(folder), CPU_LORA: "1", "PYTHONPATH": installed})
+    report = _report(**{ADAPTERS: str(folder.parent), CPU_LORA: "1", "PYTHONPATH": installed})
     assert report["resolvers"] == ["grpo_jax"]
     assert report["registrations"] == 1
     assert report["found"] == {NAME: [NAME, str(folder / NAME), False], OTHER: None, "../x": None, "base": None}
