@@ -123,9 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--to", metavar="DIR", help="where a comparison goes (default: the sweep's folder, or here)")
     sub.add_argument("--target", type=float, metavar="REWARD", help="of a comparison (default: 0.9 of the best)")
 
-    def role(name: str, function, help: str, **config) -> argparse.ArgumentParser:
+    def role(name: str, function, help: str, several: str | None = None) -> argparse.ArgumentParser:
         sub = command(name, function, help)
-        sub.add_argument("--config", required=True, metavar="CONFIG", **config)
+        action = "store" if several is None else "append"
+        sub.add_argument("--config", required=True, metavar="CONFIG", action=action, help=several)
         sub.add_argument("--bucket", metavar="URL", help="instead of the config's")
         return sub
 
@@ -135,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = role("worker", _worker, "one role alone: samples and scores groups")
     sub.add_argument("--proxy", required=True, metavar="URL")
     sub.add_argument("--id", default="worker-0")
-    several = {"action": "append", "help": "given several times: runs that share this replica"}
-    sub = role("generator", _generator, "one role alone: vLLM and its agent", **several)
+    several = "given several times: of the runs that share this replica"
+    sub = role("generator", _generator, "one role alone: vLLM and its agent", several)
     sub.add_argument("--id", required=True, help="names this replica in the fleet")
     sub.add_argument("--dir", metavar="DIR", help="local directory for adapters and logs")
     sub.add_argument("--host", help="where its server listens (default: generator.host)")
