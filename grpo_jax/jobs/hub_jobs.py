@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-from grpo_jax.jobs.launch_spec import LABEL_LAUNCH, LABEL_ROLE, LABEL_SLOT, MOUNT, Spec
+from grpo_jax.jobs.launch_spec import LABEL_LAUNCH, LABEL_ROLE, LABEL_RUN, LABEL_SLOT, MOUNT, Spec
 from grpo_jax.observability.logs import mask_secrets
 from grpo_jax.storage.deadline import call_within
 from grpo_jax.storage.scrub import scrubbed
@@ -51,6 +51,8 @@ class Job:
     created_at: float
     running_s: float
     url: str
+    run: str = ""
+    """Of a learner's job."""
 
     @property
     def is_live(self) -> bool:
@@ -194,6 +196,7 @@ def _job(info: Any) -> Job:
         created_at=info.created_at.timestamp() if info.created_at else 0.0,
         running_s=_running_s(info),
         url=info.url,
+        run=labels.get(LABEL_RUN, ""),
     )
 
 

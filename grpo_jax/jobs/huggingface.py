@@ -1,24 +1,26 @@
-"""`launch`, `status` and `cancel`: a run as jobs of the Hugging Face Hub, found again by what it left at the Hub."""
+"""`launch`, `status` and `cancel`: runs as jobs of the Hugging Face Hub, found again by what they left at the Hub."""
 
 import logging
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
 from grpo_jax.config.load import load_config
 from grpo_jax.config.schema import Config
+from grpo_jax.config.sweep import load_sweep
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RunFailed, UsageError
-from grpo_jax.jobs.hub_jobs import HubError, HubJobs, patiently
+from grpo_jax.jobs.hub_jobs import HubError, HubJobs, Job, patiently
 from grpo_jax.jobs.launch import Launcher
 from grpo_jax.jobs.launch_package import build_files
-from grpo_jax.jobs.launch_show import complain, print_jobs, print_plan, print_run, say, shown
-from grpo_jax.jobs.launch_spec import LEARNER, Launch, bucket_at, namespace_of, run_labels, slots, spec_of
+from grpo_jax.jobs.launch_show import complain, print_jobs, print_plan, print_runs, say, shown
+from grpo_jax.jobs.launch_spec import LEARNER, Launch, Target, bucket_at, labels_of, namespace_of, slots, spec_of
 from grpo_jax.jobs.launch_state import Desired, LaunchState
 from grpo_jax.jobs.launch_view import summary
-from grpo_jax.jobs.preflight import look_at_config, preflight
+from grpo_jax.jobs.preflight import look_at_config, preflight, problems_here
 from grpo_jax.storage.bucket import Bucket, BucketError
 
 log = logging.getLogger(__name__)
@@ -28,123 +30,141 @@ _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Found:
-    """A run by its name, and what its last launch has left, if it has left anything."""
+    """A run or a sweep by its name, and what its last launch has left, if it has left anything."""
 
     bucket: str
-    run: str
-    config: Config | None
+    name: str
+    target: Target | None
     launch: Launch | None
 
     @property
     def state(self) -> LaunchState:
-        return LaunchState(Bucket(self.bucket).child(self.run))
+        return LaunchState(Bucket(f"{self.bucket}/{self.name}"))
 
     @property
     def hub(self) -> HubJobs:
-        namespace = namespace_of(self.config) if self.config is not None else bucket_at(self.bucket).namespace
-        return HubJobs(namespace, run_labels(self.bucket, self.run))
+        configs = self.target.configs if self.target is not None else ()
+        namespace = namespace_of(configs[0]) if configs else bucket_at(self.bucket).namespace
+        return HubJobs(namespace, labels_of(self.bucket, self.name))
 
     @property
-    def launched(self) -> tuple[Config, Launch]:
-        if self.config is None or self.launch is None:
-            raise UsageError(f"{self.bucket}/{self.run}: nothing has launched this run")
-        return self.config, self.launch
+    def launched(self) -> tuple[Target, Launch]:
+        if self.target is None or self.launch is None:
+            raise UsageError(f"{self.bucket}/{self.name}: nothing has launched this")
+        return self.target, self.launch
 
 
-def find(target: str) -> Found:
-    """A run by its URL in a bucket, or by the config that it was launched with."""
-    given: Config | None = None
-    if target.endswith(_CONFIG_FILES):
-        given = load_config(target)
-        bucket, run = given.bucket, given.run
+def find(name: str) -> Found:
+    """A run or a sweep by its URL in a bucket, or by the config that it was launched with."""
+    given = _target_of(name) if name.endswith(_CONFIG_FILES) else None
+    if given is not None:
+        bucket, name = given.bucket, given.name
     else:
-        bucket, _, run = target.rstrip("/").rpartition("/")
+        bucket, _, name = name.rstrip("/").rpartition("/")
     bucket_at(bucket)
     try:
-        left = LaunchState(Bucket(bucket).child(run)).launch()
+        left = LaunchState(Bucket(f"{bucket}/{name}")).launch()
+        above = None if left is not None else LaunchState(Bucket(bucket)).launch()
     except BucketError as error:  # its jobs are found all the same
         log.warning("%s", error)
-        left = None
+        left = above = None
+    if above is not None and any(config.run == name for config in above[0]):
+        raise UsageError(f"{name} is a run of the sweep {bucket}: its jobs are launched, shown and ended together")
     if left is None:
-        return Found(bucket, run, given, None)
-    return Found(bucket, run, *left)
+        return Found(bucket, name, given, None)
+    configs, launch = left
+    return Found(bucket, name, Target(bucket, name, configs), launch)
 
 
-def launch(config: Config, *, detach: bool = False, on_interrupt: str = "ask", compile: bool = True) -> int:
-    """Starts or resumes a run, and looks after it to its end unless `detach`. Returns the exit code.
+def _target_of(path: str) -> Target:
+    sweep = load_sweep(path)
+    if sweep is None:
+        return Target.run(load_config(path))
+    return Target.sweep(sweep.folder, [variant.config for variant in sweep.variants])
+
+
+def launch(target: Target, *, detach: bool = False, on_interrupt: str = "ask", compile: bool = True) -> int:
+    """Starts or resumes its runs, and looks after them to their end unless `detach`. Returns the exit code.
 
     Nothing is made before everything has been looked at; what a launch that fails half-way has started is cancelled.
     """
+    config = target.configs[0]
     found = preflight(config, os.environ, compile=compile)
+    for other in target.configs[1:]:
+        found.problems += [f"{other.run}: {problem}" for problem in problems_here(other, os.environ)]
     if not shown(found):
         return EXIT_USAGE
-    if found.finished:
-        say(f"finished already: {summary(Bucket(config.bucket).child(config.run), config.steps)}")
+    if found.finished and not target.is_sweep:
+        say(f"finished already: {summary(Bucket(target.url), config.steps)}")
         return EXIT_DONE
-    hub = HubJobs(namespace_of(config), run_labels(config.bucket, config.run))
-    files = build_files(config, Path.cwd())
-    prefix = f"{config.run}/{files.folder}"
-    new = Launch(secrets.token_hex(4), prefix, files.package)
+    hub = HubJobs(namespace_of(config), target.labels)
+    files = build_files(target.configs, Path.cwd())
+    place = files.folder if target.is_sweep else f"{config.run}/{files.folder}"
+    new = Launch(secrets.token_hex(4), place, files.package, target.labels)
     for slot in slots(config.generator.replicas):
         spec_of(config, slot, new, os.environ)
     try:
-        live = [job for job in hub.all() if job.is_live]
-        for job in live:
-            if job.slot == LEARNER:
-                url = f"{config.bucket}/{config.run}"
-                raise UsageError(f"the run {config.run} is going on: `grpo-jax launch --attach {url}` follows it")
+        for job in hub.all():
+            if job.is_live and job.slot == LEARNER:
+                raise UsageError(f"{target.name} is going on: `grpo-jax launch --attach {target.url}` follows it")
         make_bucket(config)
-        state = LaunchState(Bucket(config.bucket).child(config.run))
-        bucket = Bucket(config.bucket)
+        state, bucket = LaunchState(Bucket(target.url)), Bucket(config.bucket)
         for name, data in files.contents.items():
-            bucket.put(f"{prefix}/{name}", data)
-        state.write_launch(config, new)
+            bucket.put(f"{place}/{name}", data)
+        state.write_launch(target.configs, new)
         state.want(Desired("running", config.generator.replicas))
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
     say(f"bucket {bucket.address}")
-    launcher = Launcher(config, new, hub, attached=False, with_logs=not detach)
+    launcher = Launcher(target, new, hub, attached=False, with_logs=not detach)
     if not detach:
         return launcher.run(on_interrupt)
     code = launcher.start()
     if code == EXIT_DONE:
-        url = f"{bucket.address}/{config.run}"
+        url = target.url
         say(f"started; `grpo-jax launch --attach {url}` follows the run, `grpo-jax cancel {url}` ends it")
     return code
 
 
-def attach(target: str, *, on_interrupt: str = "ask") -> int:
-    """Looks after a run that is going on, in place of whoever did so before."""
-    found = find(target)
-    config, left = found.launched
+def attach(name: str, *, on_interrupt: str = "ask") -> int:
+    """Looks after what is going on, in place of whoever did so before."""
+    found = find(name)
+    target, left = found.launched
     try:
         if not any(job.is_live and job.slot == LEARNER for job in found.hub.all()):
-            raise UsageError(f"the run {config.run} has no live learner job; `grpo-jax launch` goes on with it")
+            raise UsageError(f"{target.name} has no live learner job; `grpo-jax launch` goes on with it")
     except HubError as error:
         raise RunFailed(str(error)) from None
-    return Launcher(config, left, found.hub, attached=True).run(on_interrupt)
+    return Launcher(target, left, found.hub, attached=True).run(on_interrupt)
 
 
-def scale(target: str, generators: int) -> int:
+def scale(name: str, generators: int) -> int:
     """Says how many generators are wanted; an attached launcher brings it about, or else this process does."""
-    found = find(target)
-    config, left = found.launched
+    found = find(name)
+    target, left = found.launched
     try:
-        wanted = found.state.desired()
-        if wanted is None or wanted.state == "cancelled" or not any(job.is_live for job in found.hub.all()):
-            raise UsageError(f"the run {config.run} is not going on; `grpo-jax launch` goes on with it")
+        wanted, jobs = found.state.desired(), found.hub.all()
+        if wanted is None or wanted.state == "cancelled" or not any(job.is_live for job in jobs):
+            raise UsageError(f"{target.name} is not going on; `grpo-jax launch` goes on with it")
         found.state.want(Desired("running", generators))
         if found.state.attached():
             say(f"{generators} generators are wanted; the attached launcher starts or cancels what that takes")
             return EXIT_DONE
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
-    return Launcher(config, left, found.hub, attached=True, with_logs=False).start()
+    return Launcher(_rest(target, jobs), left, found.hub, attached=True, with_logs=False).start()
 
 
-def cancel(target: str) -> int:
-    """Ends all jobs of a run, whoever has started them; the run can be resumed."""
-    found, where = find(target), target
+def _rest(target: Target, jobs: Sequence[Job]) -> Target:
+    """From the run on whose learner is live."""
+    live = {job.run for job in jobs if job.slot == LEARNER and job.is_live}
+    i = next((i for i, config in enumerate(target.configs) if config.run in live), 0)
+    return replace(target, configs=target.configs[i:])
+
+
+def cancel(name: str) -> int:
+    """Ends all jobs of a run or a sweep, whoever has started them; it can be resumed."""
+    found = find(name)
     try:
         before = [job for job in found.hub.all() if job.is_live]
         try:
@@ -159,30 +179,31 @@ def cancel(target: str) -> int:
         raise RunFailed(str(error)) from None
     for job in left:
         complain(f"job {job.id} {job.slot} could not be cancelled: it is {job.stage}; see {job.url}")
-    say(f"{len(before) - len(left)} jobs cancelled" if before else f"{where}: none of its jobs is live")
+    say(f"{len(before) - len(left)} jobs cancelled" if before else f"{name}: none of its jobs is live")
     return EXIT_FAILED if left else EXIT_DONE
 
 
-def status(target: str) -> int:
-    """Prints the jobs of a run, what they have cost, its replicas, and where it is."""
-    found = find(target)
+def status(name: str) -> int:
+    """Prints the jobs of a run or a sweep, what they have cost, its replicas, and where it is."""
+    found = find(name)
     try:
         jobs = found.hub.all()
         if not jobs and found.launch is None:
-            raise UsageError(f"{target}: nothing has launched this run")
-        print_jobs(jobs, found.config.jobs.prices if found.config is not None else {})
-        if found.config is not None:
-            print_run(Bucket(found.bucket), found.run, found.config, jobs)
+            raise UsageError(f"{name}: nothing has launched this")
+        print_jobs(jobs, found.target.configs[0].jobs.prices if found.target is not None else {})
+        if found.target is not None:
+            print_runs(Bucket(found.target.configs[0].bucket), found.target.configs, jobs)
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
     return EXIT_DONE
 
 
-def dry_run(config: Config) -> int:
+def dry_run(target: Target) -> int:
     """Prints what a launch would start. Asks nobody anything."""
-    if not shown(look_at_config(config, os.environ)):
-        return EXIT_USAGE
-    print_plan(config, os.environ)
+    for config in target.configs:
+        if not shown(look_at_config(config, os.environ)):
+            return EXIT_USAGE
+    print_plan(target, os.environ)
     return EXIT_DONE
 
 

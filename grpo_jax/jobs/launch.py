@@ -1,4 +1,4 @@
-"""The attached launcher: looks after the jobs of one launch, round after round, until the run is over or it is left."""
+"""The attached launcher: looks after the jobs of one launch, round after round, until its last run is over."""
 
 import logging
 import os
@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from grpo_jax.jobs.hub_jobs import HubError, HubJobs, Job, hub_token
 from grpo_jax.jobs.launch_cost import so_far, usd
 from grpo_jax.jobs.launch_display import Display
 from grpo_jax.jobs.launch_fleet import Fleet, Outcome, RunView
 from grpo_jax.jobs.launch_show import ask_what_to_do, complain, say
-from grpo_jax.jobs.launch_spec import LEARNER, Launch, secret_values, slots, spec_of
+from grpo_jax.jobs.launch_spec import LEARNER, Launch, Target, secret_values, slots, spec_of
 from grpo_jax.jobs.launch_state import Desired, LaunchState
 from grpo_jax.jobs.launch_view import RunRecords, summary
 from grpo_jax.jobs.local import stop_on_signals
@@ -28,28 +27,30 @@ _LOOK_S = 5.0
 _LEAVE_S = 60.0
 _REFUSED_AGAIN_S, _PATIENCE_S = 60.0, 60.0
 _LISTED_S = 60.0
+_HASTY = Limits(attempt_s=20.0, total_s=30.0)
 
 
 class Launcher:
     """Use once. `attached`: to jobs that an earlier launcher has started; `with_logs`: shows what they write."""
 
-    def __init__(self, config: Config, launch: Launch, hub: HubJobs, *, attached: bool, with_logs: bool = True):
-        self._config, self._launch, self._hub, self._attached = config, launch, hub, attached
-        # The jobs need its attention more than a bucket that hangs.
-        self._run = Bucket(config.bucket, Limits(attempt_s=20.0, total_s=30.0)).child(config.run)
-        self._state, self._records = LaunchState(self._run), RunRecords(self._run)
-        self._fleet = Fleet(launch.id, config.jobs.restarts)
+    def __init__(self, target: Target, launch: Launch, hub: HubJobs, *, attached: bool, with_logs: bool = True):
+        self._target, self._launch, self._hub, self._attached = target, launch, hub, attached
+        first = target.configs[0]
+        self._state = LaunchState(Bucket(target.url, _HASTY))
+        self._fleet = Fleet(launch.id, first.jobs.restarts)
         self._display = Display(hub, launch.id, attached=attached, with_logs=with_logs)
-        self._desired, self._view = Desired("running", config.generator.replicas), RunView()
+        self._desired = Desired("running", first.generator.replicas)
+        self._waiting, self._failed = list(target.configs), list[str]()
         self._known: dict[str, Job] = {}
         self._unlisted: list[tuple[Job, float]] = []
         self._refused: dict[str, float] = {}
         self._failing_since: dict[str, float] = {}
         self._looked_at = float("-inf")
         self._superseded = False
+        self._take_up_next()
 
     def run(self, on_interrupt: str) -> int:
-        """To the end of the run, or until a signal; returns the exit code. `on_interrupt`: ask, detach or cancel."""
+        """To the end of all runs, or until a signal; returns the exit code. `on_interrupt`: ask, detach or cancel."""
         return self._attend(lambda: False, on_interrupt)
 
     def start(self) -> int:
@@ -64,7 +65,7 @@ class Launcher:
                 if outcome is not None:
                     return self._finish(outcome)
                 if self._superseded:
-                    complain("another launcher has taken over this run, and looks after it from now on")
+                    complain("another launcher has taken over, and looks after the jobs from now on")
                     return EXIT_RESUMABLE
                 if until():
                     return EXIT_DONE
@@ -84,7 +85,7 @@ class Launcher:
     def _look_after(self, stop: threading.Event, until: Callable[[], bool]) -> Outcome | None:
         """None: it was stopped, or `until` has come true."""
         while not stop.is_set():
-            jobs = self._jobs()
+            jobs = [job for job in self._jobs() if job.slot != LEARNER or job.run == self._config.run]
             learners = [job.is_live for job in jobs if job.slot == LEARNER and job.launch == self._launch.id]
             self._look(at_once=bool(learners) and not any(learners))
             if self._superseded:
@@ -97,7 +98,9 @@ class Launcher:
             for slot, why in decision.given_up.items():
                 self._display.once(f"{slot} gets no further job: {why}")
             if decision.outcome is not None:
-                return decision.outcome
+                if not self._goes_on(decision.outcome):
+                    return decision.outcome
+                continue
             for slot in decision.start:
                 if stop.is_set():
                     return None
@@ -106,6 +109,27 @@ class Launcher:
                 return None
             stop.wait(POLL_S)
         return None
+
+    def _take_up_next(self) -> None:
+        self._config = self._waiting.pop(0)
+        # The jobs need its attention more than a bucket that hangs.
+        self._run = Bucket(self._config.bucket, _HASTY).child(self._config.run)
+        self._records, self._view, self._looked_at = RunRecords(self._run), RunView(), float("-inf")
+        if self._target.is_sweep:
+            total = len(self._target.configs)
+            say(f"{total - len(self._waiting)} of {total}: {self._config.run}, {self._config.steps} steps")
+
+    def _goes_on(self, outcome: Outcome) -> bool:
+        """Whether there is another run to be taken up, after what came of this one."""
+        if outcome.of_all or not self._waiting:
+            return False
+        if outcome.how == "failed":
+            self._failed.append(self._config.run)
+            complain(f"{self._config.run}: {self._how(outcome)}")
+        else:
+            say(f"{self._config.run}: {self._how(outcome)}")
+        self._take_up_next()
+        return True
 
     def _jobs(self) -> list[Job]:
         """As the Hub lists them, and those that it does not list yet; what was known last while it does not answer."""
@@ -155,36 +179,54 @@ class Launcher:
             return
         self._failing_since.pop(slot, None)
         # The answer may lack the labels.
-        job = self._known[job.id] = replace(job, slot=slot, role=spec.role, launch=self._launch.id)
+        run = self._config.run if slot == LEARNER else ""
+        job = self._known[job.id] = replace(job, slot=slot, role=spec.role, launch=self._launch.id, run=run)
         self._unlisted.append((job, now))
         self._display.jobs([job])
 
     def _is_complete(self) -> bool:
-        """Whether every slot has, or has had, a job of this launch."""
-        have = {job.slot for job in self._known.values() if job.launch == self._launch.id}
+        """Whether every slot has, or has had, a job of this launch, and this run a learner."""
+        have = {
+            job.slot
+            for job in self._known.values()
+            if job.launch == self._launch.id and (job.slot != LEARNER or job.run == self._config.run)
+        }
         return set(slots(self._desired.generators)) <= have
 
     def _finish(self, outcome: Outcome) -> int:
-        learner = next((job for job in reversed(self._known.values()) if job.slot == LEARNER), None)
-        last_line = self._display.last_line(learner) if learner is not None and not learner.is_live else None
-        if outcome.how == "finished":
+        told, sweep = self._how(outcome), self._target.is_sweep
+        if outcome.how == "failed":
+            self._failed.append(self._config.run)
+        if outcome.how == "finished" and not self._failed:
             self._wait_for_generators()
         left = self._cancel_all()
-        cost = self._cost()
-        if outcome.how == "finished" and not left:
-            say(f"finished: {summary(self._run, self._config.steps)}; {cost}")
-            say(f"`grpo-jax report {self._run.address}` writes its report")
-            return EXIT_DONE
+        cost, name = self._cost(), f"{self._config.run}: " if sweep else ""
         if outcome.how == "cancelled":
-            complain(f"{outcome.reason}; `grpo-jax launch` goes on with the run; {cost}")
+            complain(f"{told}; `grpo-jax launch` goes on with the {'sweep' if sweep else 'run'}; {cost}")
             return EXIT_FAILED if left else EXIT_RESUMABLE
-        if outcome.how == "failed":
-            said = (self._view.error if self._view.status == "failed" else None) or last_line
-            complain(f"{outcome.reason}{f': {said}' if said else ''}; {cost}")
-        return EXIT_FAILED
+        (complain if outcome.how == "failed" else say)(f"{name}{told}; {cost}")
+        if sweep and self._failed:
+            say(f"{len(self._failed)} of {len(self._target.configs)} runs failed: {', '.join(self._failed)}")
+        if self._waiting:
+            say(f"not begun: {', '.join(config.run for config in self._waiting)}")
+        if outcome.how == "finished" and not left:
+            what = "compares the runs" if sweep else "writes its report"
+            say(f"`grpo-jax report {self._target.url}` {what}")
+        return EXIT_FAILED if self._failed or left else EXIT_DONE
+
+    def _how(self, outcome: Outcome) -> str:
+        """The end of the run that was looked after, as a part of a sentence."""
+        if outcome.how == "finished":
+            return f"finished: {summary(self._run, self._config.steps)}"
+        if outcome.how == "cancelled":
+            return outcome.reason
+        jobs = [job for job in self._known.values() if job.slot == LEARNER and job.run == self._config.run]
+        last_line = self._display.last_line(jobs[-1]) if jobs and not jobs[-1].is_live else None
+        said = (self._view.error if self._view.status == "failed" else None) or last_line
+        return f"{outcome.reason}{f': {said}' if said else ''}"
 
     def _wait_for_generators(self) -> None:
-        """They see in the bucket that the run is over, and leave."""
+        """They see in the bucket that the runs are over, and leave."""
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline:
             jobs = self._jobs()
@@ -202,8 +244,10 @@ class Launcher:
         if on_interrupt == "cancel":
             with stop_on_signals():
                 return self._cancelled()
-        url = self._run.address
+        url = self._target.url
         complain(f"detached; `grpo-jax launch --attach {url}` follows the run again, `grpo-jax cancel {url}` ends it")
+        if self._waiting:
+            complain(f"nobody starts the {len(self._waiting)} runs after this one until somebody is attached again")
         return EXIT_RESUMABLE
 
     def _cancelled(self) -> int:
@@ -218,7 +262,7 @@ class Launcher:
     def _give_up(self, reason: str) -> int:
         """After an error of the Hub that does not pass: jobs that can do without a launcher are left alone."""
         if self._attached or self._is_complete():
-            complain(f"{reason}; the jobs go on without a launcher: `grpo-jax cancel {self._run.address}` ends them")
+            complain(f"{reason}; the jobs go on without a launcher: `grpo-jax cancel {self._target.url}` ends them")
         else:
             complain(reason)
             self._cancel_all()

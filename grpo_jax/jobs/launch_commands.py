@@ -10,12 +10,14 @@ from grpo_jax.config.load import load_config
 from grpo_jax.config.schema import Config
 from grpo_jax.config.sweep import Sweep, Variant, load_sweep
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.generator.runs import disagreement
 from grpo_jax.jobs.hub_jobs import HubError
 from grpo_jax.jobs.huggingface import attach, dry_run, launch, make_bucket, scale
 from grpo_jax.jobs.launch_show import say, shown
+from grpo_jax.jobs.launch_spec import Target, in_fleet
 from grpo_jax.jobs.local import default_environment
 from grpo_jax.jobs.preflight import preflight
-from grpo_jax.jobs.sweep import choose, state_of
+from grpo_jax.jobs.sweep import FINISHED, OTHER_CONFIG, choose, state_of
 from grpo_jax.observability.members import write_index
 from grpo_jax.storage.bucket import Bucket, BucketError
 
@@ -40,53 +42,68 @@ def launch_command(arguments: argparse.Namespace) -> int:
         return _launch_sweep(sweep, arguments)
     config = load_config(arguments.config, arguments.overrides)
     _check_backend(config)
+    target = Target.run(config)
     if arguments.dry_run:
-        return dry_run(config)
+        return dry_run(target)
     return launch(
-        config, detach=arguments.detach, on_interrupt=arguments.on_interrupt, compile=not arguments.no_compile
+        target, detach=arguments.detach, on_interrupt=arguments.on_interrupt, compile=not arguments.no_compile
     )
 
 
 def _launch_sweep(sweep: Sweep, arguments: argparse.Namespace) -> int:
-    """Its runs one after the other, each with jobs of its own. What is wrong with any of them is said first."""
+    """Its runs one after the other, on one fleet of generators as far as they can share it.
+
+    What is wrong with any of them is said first.
+    """
     chosen = choose(sweep, arguments.only)
     if arguments.detach:
         raise UsageError("launch --detach: the runs of a sweep follow each other, so somebody has to stay")
     for variant in chosen:
         _check_backend(variant.config)
-        if arguments.dry_run:
-            say(f"run {variant.config.run}")
-            if (code := dry_run(variant.config)) != EXIT_DONE:
-                return code
     if arguments.dry_run:
+        for target in targets_of(sweep, chosen):
+            if (code := dry_run(target)) != EXIT_DONE:
+                return code
         return EXIT_DONE
     if not shown(preflight(chosen[0].config, os.environ, compile=not arguments.no_compile)):
         return EXIT_USAGE
     try:
         make_bucket(chosen[0].config)
         write_index(Bucket(sweep.folder), sweep)
-        return _launch_each(sweep, chosen, arguments)
+        return _launch_each(sweep, chosen, arguments.on_interrupt)
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
 
 
-def _launch_each(sweep: Sweep, chosen: Sequence[Variant], arguments: argparse.Namespace) -> int:
-    failed = []
-    for i, variant in enumerate(chosen, start=1):
-        config = variant.config
-        state = state_of(config)
-        say(f"{i} of {len(chosen)}: {config.run}, {config.steps} steps, {state}")
-        if state == "finished":
-            continue
-        code = launch(config, on_interrupt=arguments.on_interrupt, compile=False)
-        if code == EXIT_RESUMABLE:
-            return code
-        if code != EXIT_DONE:
-            failed.append(config.run)
-    say(f"`grpo-jax report {sweep.folder}` compares the runs")
-    if failed:
-        say(f"{len(failed)} of {len(chosen)} runs failed: {', '.join(failed)}")
-    return EXIT_FAILED if failed else EXIT_DONE
+def _launch_each(sweep: Sweep, chosen: Sequence[Variant], on_interrupt: str) -> int:
+    states = {variant.config.run: state_of(variant.config) for variant in chosen}
+    for run, state in states.items():
+        say(f"{run}: {state}")
+    others = [run for run, state in states.items() if state.startswith(OTHER_CONFIG)]
+    if others:
+        raise UsageError(f"{others[0]} {states[others[0]]}")
+    targets = targets_of(sweep, [variant for variant in chosen if states[variant.config.run] != FINISHED])
+    codes = []
+    for target in targets:
+        codes.append(launch(target, on_interrupt=on_interrupt, compile=False))
+        if codes[-1] == EXIT_RESUMABLE:
+            return EXIT_RESUMABLE
+    if not targets:
+        say(f"all runs have finished; `grpo-jax report {sweep.folder}` compares them")
+    return EXIT_FAILED if any(codes) else EXIT_DONE
+
+
+def targets_of(sweep: Sweep, chosen: Sequence[Variant]) -> list[Target]:
+    """The runs, put together where one fleet can serve them."""
+    groups: list[list[Config]] = []
+    for variant in chosen:
+        config = in_fleet(variant.config, variant.config.fleet.name or sweep.name)
+        fitting = (g for g in groups if g[0].jobs == config.jobs and disagreement([g[0], config]) is None)
+        group = next(fitting, None)
+        if group is None:
+            groups.append(group := [])
+        group.append(config)
+    return [Target.sweep(sweep.folder, group) for group in groups]
 
 
 def _check_backend(config: Config) -> None:

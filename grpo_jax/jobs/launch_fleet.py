@@ -28,8 +28,11 @@ class RunView:
 
 @dataclass(frozen=True)
 class Outcome:
+    """`of_all`: no other run of the launch can do better."""
+
     how: Literal["finished", "failed", "cancelled"]
     reason: str = ""
+    of_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Decision:
 
 
 class Fleet:
-    """Decides for one launch of a run, again and again. A slot holds one job at a time.
+    """Decides for one launch, again and again, about one run at a time. A slot holds one job at a time.
 
     A job that ended while the run goes on is replaced, but not more than `restarts` times in a row if it never lasted.
     Generators are not started on a final status that the learner is about to take back: they would leave again.
@@ -52,9 +55,9 @@ class Fleet:
         self._ended_at: dict[str, float] = {}
 
     def decide(self, jobs: Sequence[Job], desired: Desired, run: RunView, now: float) -> Decision:
-        """Args: `jobs`: all of the run, the oldest first. `now`: monotonic seconds."""
+        """Args: `jobs`: the generators' and this run's learners', the oldest first. `now`: monotonic seconds."""
         if desired.state == "cancelled":
-            return Decision(outcome=Outcome("cancelled", "it was cancelled"))
+            return Decision(outcome=Outcome("cancelled", "it was cancelled", of_all=True))
         wanted = slots(desired.generators)
         by_slot: dict[str, list[Job]] = {slot: [] for slot in wanted}
         for job in jobs:
@@ -82,7 +85,7 @@ class Fleet:
                 start.append(slot)
         if given_up and len(given_up) == desired.generators:
             reason = f"no generator is left: {next(iter(given_up.values()))}"
-            return Decision(cancel=cancel, outcome=Outcome("failed", reason))
+            return Decision(cancel=cancel, outcome=Outcome("failed", reason, of_all=True))
         return Decision(start, cancel, None, given_up)
 
     def _learner_outcome(self, ended: Sequence[Job]) -> Outcome | None:
@@ -93,7 +96,7 @@ class Fleet:
         if job.stage == "COMPLETED":
             return Outcome("finished")
         if job.stage == "CANCELED":
-            return Outcome("cancelled", "the learner's job was cancelled")
+            return Outcome("cancelled", "the learner's job was cancelled", of_all=True)
         if exit_code(job) == EXIT_USAGE or self._is_hopeless(ended):
             return Outcome("failed", f"the learner's job {ending(job)}")
         return None

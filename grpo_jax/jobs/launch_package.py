@@ -8,7 +8,7 @@ import io
 import json
 import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import grpo_jax
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
-from grpo_jax.jobs.launch_spec import GENERATOR, LEARNER, launch_folder, role_config
+from grpo_jax.jobs.launch_spec import GENERATOR, LEARNER, config_file, launch_folder, role_config
 
 _PACKAGE = Path(grpo_jax.__file__).parent
 _MOST_CODE = 64 << 20  # bytes
@@ -33,28 +33,27 @@ class Files:
 
     @property
     def folder(self) -> str:
-        """Key below the run: the same files lie in the same place, and no job ever sees another's."""
+        """Key below the target: the same files lie in the same place, and no job ever sees another's."""
         digest = hashlib.sha256()
         for name, data in sorted(self.contents.items()):
             digest.update(f"{name}\0{hashlib.sha256(data).hexdigest()}\0".encode())
         return f"{launch_folder()}/{digest.hexdigest()[:16]}"
 
 
-def build_files(config: Config, here: Path) -> Files:
+def build_files(configs: Sequence[Config], here: Path) -> Files:
     """All files of a launch. `here`: the directory whose code goes along. UsageError names what is not there."""
+    first = configs[0]
     start = importlib.util.find_spec("grpo_jax.jobs.launch_start")
     assert start is not None
     assert start.origin is not None
     contents = {
         "start.py": Path(start.origin).read_bytes(),
-        "code.zip": _zip(_code(config, here)),
-        **{
-            f"{role}.json": json.dumps(role_config(config, role).model_dump(mode="json"), indent=2).encode()
-            for role in (LEARNER, GENERATOR)
-        },
+        "code.zip": _zip(_code(configs, here)),
+        config_file(GENERATOR, ""): _json(configs, GENERATOR),
+        **{config_file(LEARNER, config.run): _json([config], LEARNER) for config in configs},
     }
-    if config.jobs.package != "wheel":
-        return Files(contents, config.jobs.package)
+    if first.jobs.package != "wheel":
+        return Files(contents, first.jobs.package)
     name, data = build_wheel()
     return Files({**contents, name: data}, name)
 
@@ -83,9 +82,13 @@ def code_paths(config: Config, here: Path) -> list[Path]:
     return [place for place in places if place.name != "grpo_jax"]
 
 
-def _code(config: Config, here: Path) -> dict[str, bytes]:
+def _json(configs: Sequence[Config], role: str) -> bytes:
+    return json.dumps([role_config(config, role).model_dump(mode="json") for config in configs], indent=2).encode()
+
+
+def _code(configs: Sequence[Config], here: Path) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
-    for place in code_paths(config, here):
+    for place in dict.fromkeys(place for config in configs for place in code_paths(config, here)):
         if not place.exists() or not place.resolve().is_relative_to(here.resolve()):
             raise UsageError(f"jobs.code: {place.name} is not in the directory in which this is called")
         for path in [place] if place.is_file() else _sources(place):

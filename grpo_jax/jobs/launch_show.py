@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from grpo_jax.config.schema import Config
 from grpo_jax.jobs.hub_jobs import Job
 from grpo_jax.jobs.launch_cost import hourly, so_far, usd
-from grpo_jax.jobs.launch_spec import LEARNER, Launch, Spec, launch_folder, slots, spec_of
+from grpo_jax.jobs.launch_spec import LEARNER, Launch, Spec, Target, launch_folder, slots, spec_of
 from grpo_jax.jobs.launch_start import replica_id
 from grpo_jax.jobs.launch_view import RunRecords, replicas, rewards
 from grpo_jax.jobs.preflight import Findings
@@ -44,12 +44,17 @@ def shown(found: Findings) -> bool:
     return not found.problems
 
 
-def print_plan(config: Config, environ: Mapping[str, str]) -> None:
+def print_plan(target: Target, environ: Mapping[str, str]) -> None:
     """What a launch would start: each job, and what all of them cost an hour."""
+    config, *others = target.configs
     package = "grpo_jax.whl" if config.jobs.package == "wheel" else config.jobs.package
-    pretended = Launch("(each launch its own)", f"{config.run}/{launch_folder()}/(digest)", package)
+    files = f"{launch_folder()}/(digest)" if target.is_sweep else f"{config.run}/{launch_folder()}/(digest)"
+    pretended = Launch("(each launch its own)", files, package, target.labels)
     for slot in slots(config.generator.replicas):
         _print_spec(spec_of(config, slot, pretended, environ), config)
+    if target.is_sweep:
+        say(f"the generators serve {', '.join(c.run for c in target.configs)}, one after the other")
+        say(f"when the learner of one has ended, that of the next is started: {len(others)} more like this one")
     say(f"all jobs, an hour: {usd(hourly(config))}")
 
 
@@ -65,20 +70,25 @@ def print_jobs(jobs: Sequence[Job], prices: Mapping[str, float]) -> None:
     say(f"cost so far {usd(so_far(jobs, prices))}")
 
 
-def print_run(bucket: Bucket, name: str, config: Config, jobs: Sequence[Job]) -> None:
-    run = bucket.child(name)
+def print_runs(bucket: Bucket, configs: Sequence[Config], jobs: Sequence[Job]) -> None:
+    """The replicas that they share, and where each run is."""
     # Nobody removes the last word of a machine that was taken away.
     gone = {replica_id(job.slot, job.id) for job in jobs if not job.is_live}
-    for record in replicas(bucket, config.fleet_name):
+    for record in replicas(bucket, configs[0].fleet_name):
         if record["id"] in gone:
             continue
         error = f", {record['error']}" if record.get("error") else ""
         say(f"replica {record['id']}: {record['state']}, {len(record.get('proved', []))} policies proved{error}")
+    for config in configs:
+        _print_run(bucket.child(config.run), config)
+
+
+def _print_run(run: Bucket, config: Config) -> None:
     view = RunRecords(run).view()
     steps, _, last = rewards(run)
     reward = "" if last is None else f", reward {last:.2f} (mean of the last {min(steps, 5)} steps)"
     why = f" ({view.error})" if view.error else ""
-    say(f"run {name}: {view.status or 'not begun'}{why}, step {view.step}/{config.steps}{reward}")
+    say(f"run {config.run}: {view.status or 'not begun'}{why}, step {view.step}/{config.steps}{reward}")
 
 
 def _print_spec(spec: Spec, config: Config) -> None:

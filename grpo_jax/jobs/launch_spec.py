@@ -1,8 +1,8 @@
-"""From a config to what the Hub is asked to run: one learner job and n generator jobs. Pure: no network, no files."""
+"""From configs to what the Hub is asked to run: learner jobs and n generator jobs. Pure: no network, no files."""
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from grpo_jax.config.jobs import RoleJobs
@@ -13,7 +13,8 @@ from grpo_jax.storage.scrub import scrubbed
 
 MOUNT = "/bucket"
 LEARNER, GENERATOR = "learner", "generator"
-LABEL_RUN, LABEL_BUCKET, LABEL_LAUNCH = "grpo-jax", "grpo-jax-bucket", "grpo-jax-launch"
+LABEL_NAME, LABEL_BUCKET, LABEL_LAUNCH = "grpo-jax", "grpo-jax-bucket", "grpo-jax-launch"
+LABEL_RUN = "grpo-jax-run"
 LABEL_ROLE, LABEL_SLOT = "grpo-jax-role", "grpo-jax-slot"
 HUB_TOKEN, FLEET_TOKEN = "HF_TOKEN", "GRPO_JAX_TOKEN"
 EXPOSED_HOSTS = "*.hf.jobs"
@@ -83,18 +84,58 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What is launched: a run, or runs of a sweep, one after the other, that share their generators.
+
+    Attributes:
+      bucket: URL of what it lies in.
+      name: of the run or of the sweep. Its own place is `url`.
+      configs: of the runs, in their order.
+    """
+
+    bucket: str
+    name: str
+    configs: tuple[Config, ...]
+
+    @classmethod
+    def run(cls, config: Config) -> "Target":
+        return cls(config.bucket.rstrip("/"), config.run, (config,))
+
+    @classmethod
+    def sweep(cls, folder: str, configs: Sequence[Config]) -> "Target":
+        """Args: `folder`: the bucket of its runs, see `Sweep`. The fleet is called as the sweep is, or as they say."""
+        bucket, _, name = folder.rstrip("/").rpartition("/")
+        return cls(bucket, name, tuple(in_fleet(config, config.fleet.name or name) for config in configs))
+
+    @property
+    def url(self) -> str:
+        return f"{self.bucket}/{self.name}"
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.configs[0].bucket.rstrip("/") == self.url
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """By which all of its jobs are found, whoever started them and whatever became of that."""
+        return labels_of(self.bucket, self.name)
+
+
+@dataclass(frozen=True)
 class Launch:
     """What all jobs of one `launch` have in common.
 
     Attributes:
-      id: tells its jobs from those of earlier launches of the same run.
-      files: key in the bucket of the folder of what `launch_package` has made.
+      id: tells its jobs from those of earlier launches of the same target.
+      files: key in the bucket of the runs: the folder of what `launch_package` has made.
       package: the wheel's name there, or a pip requirement.
+      labels: of the target.
     """
 
     id: str
     files: str
     package: str
+    labels: Mapping[str, str]
 
 
 def bucket_at(url: str) -> BucketAt:
@@ -110,15 +151,24 @@ def namespace_of(config: Config) -> str:
     return config.jobs.namespace or bucket_at(config.bucket).namespace
 
 
+def in_fleet(config: Config, name: str) -> Config:
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"name": name})})
+
+
 def slots(generators: int) -> list[str]:
     """The names of all jobs of a run, the learner's last: it is started when the generators have been asked for."""
     return [*(f"{GENERATOR}-{i}" for i in range(generators)), LEARNER]
 
 
-def run_labels(bucket: str, run: str) -> dict[str, str]:
-    """By which all jobs of a run are found, whoever started them and whatever became of that."""
+def labels_of(bucket: str, name: str) -> dict[str, str]:
+    """See `Target.labels`."""
     digest = hashlib.sha256(bucket.rstrip("/").encode()).hexdigest()
-    return {LABEL_RUN: run, LABEL_BUCKET: digest[:12]}
+    return {LABEL_NAME: name, LABEL_BUCKET: digest[:12]}
+
+
+def config_file(role: str, run: str) -> str:
+    """Among the files of a launch: a list of one config for a learner, of all for a generator."""
+    return f"{LEARNER}-{run}.json" if role == LEARNER else f"{GENERATOR}.json"
 
 
 def role_config(config: Config, role: str) -> Config:
@@ -136,6 +186,7 @@ def spec_of(config: Config, slot: str, launch: Launch, environ: Mapping[str, str
     """The job of a slot.
 
     Args:
+      config: of the run whose learner it is; for a generator that of any of them.
       environ: of the launching process, for the values of `jobs.<role>.env`. UsageError if one is not set.
     """
     jobs, role = config.jobs, LEARNER if slot == LEARNER else GENERATOR
@@ -147,6 +198,7 @@ def spec_of(config: Config, slot: str, launch: Launch, environ: Mapping[str, str
         "GRPO_JAX_FILES": launch.files,
         "GRPO_JAX_PACKAGE": launch.package,
         "GRPO_JAX_ROLE": role,
+        "GRPO_JAX_CONFIG": config_file(role, config.run),
         "GRPO_JAX_EXTRAS": ",".join(extras),
         "GRPO_JAX_PIP": "\n".join(asked.packages),
         **{name: _value(environ, name, f"jobs.{role}.env") for name in asked.env},
@@ -155,7 +207,7 @@ def spec_of(config: Config, slot: str, launch: Launch, environ: Mapping[str, str
         env["HF_ENDPOINT"] = environ["HF_ENDPOINT"]
     group, aliases = None, []
     if jobs.network == "group":
-        group = _group(config)
+        group = _group(launch.labels)
     if role == GENERATOR:
         # A job that takes another's place may start before that one is gone, so a name is never used twice.
         alias = f"{slot}-{secrets.token_hex(4)}"
@@ -177,11 +229,12 @@ def spec_of(config: Config, slot: str, launch: Launch, environ: Mapping[str, str
         env=env,
         secrets=[HUB_TOKEN, *([FLEET_TOKEN] if role == LEARNER else []), *asked.secrets],
         labels={
-            **run_labels(config.bucket, config.run),
+            **launch.labels,
             LABEL_LAUNCH: launch.id,
             LABEL_ROLE: role,
             LABEL_SLOT: slot,
-            "name": f"{config.run}-{slot}",
+            **({LABEL_RUN: config.run} if role == LEARNER else {}),
+            "name": f"{config.run if role == LEARNER else launch.labels[LABEL_NAME]}-{slot}",
         },
         mount=at if jobs.mount else None,
         expose=[jobs.port] if role == GENERATOR and group is None else [],
@@ -207,7 +260,8 @@ def _value(environ: Mapping[str, str], name: str, key: str) -> str:
     return environ[name]
 
 
-def _group(config: Config) -> str:
-    """46 characters at most, of a-z, 0-9 and dashes; no two runs share one."""
-    digest = hashlib.sha256(f"{config.bucket}/{config.run}".encode()).hexdigest()[:8]
-    return f"{config.run.replace('_', '-')[:37].strip('-')}-{digest}"
+def _group(labels: Mapping[str, str]) -> str:
+    """46 characters at most, of a-z, 0-9 and dashes; no two runs or sweeps share one."""
+    name = labels[LABEL_NAME]
+    digest = hashlib.sha256(f"{labels[LABEL_BUCKET]}/{name}".encode()).hexdigest()[:8]
+    return f"{name.replace('_', '-')[:37].strip('-')}-{digest}"

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,10 @@ def main(fetch: Callable[[str], bytes]) -> None:
     """Never returns. `fetch(name)` reads one of the launch's files."""
     environ, folder = os.environ, Path(tempfile.mkdtemp(prefix="grpo_jax-"))
     site, code = folder / "site", folder / "code"
-    (folder / "config.json").write_bytes(fetch(f"{environ['GRPO_JAX_ROLE']}.json"))
+    configs = []
+    for i, config in enumerate(json.loads(fetch(environ["GRPO_JAX_CONFIG"]))):
+        configs.append(str(folder / f"config-{i}.json"))
+        Path(configs[-1]).write_text(json.dumps(config))
     zipfile.ZipFile(io.BytesIO(fetch("code.zip"))).extractall(code)
     package = environ["GRPO_JAX_PACKAGE"]
     if package.endswith(".whl"):
@@ -43,7 +47,7 @@ def main(fetch: Callable[[str], bytes]) -> None:
     wanted = [*requirements("grpo_jax", extras), *filter(None, environ["GRPO_JAX_PIP"].split("\n"))]
     complete(wanted, install, keep=generator)
     newer = hub_client(folder / "newer") if generator and environ["GRPO_JAX_BUCKET"].startswith("hf://") else None
-    argv = [*role_arguments(environ, folder), "--bucket", environ["GRPO_JAX_BUCKET"]]
+    argv = [*role_arguments(environ, configs, str(folder / "work")), "--bucket", environ["GRPO_JAX_BUCKET"]]
     path = os.pathsep.join([str(site), *filter(None, [environ.get("PYTHONPATH")])])
     command = ["-m", "grpo_jax.cli", *argv]
     if newer is not None:
@@ -55,14 +59,14 @@ def main(fetch: Callable[[str], bytes]) -> None:
     os.execve(sys.executable, [sys.executable, *command], {**environ, "PYTHONPATH": path})
 
 
-def role_arguments(environ: Mapping[str, str], folder: Path) -> list[str]:
-    config, work = str(folder / "config.json"), str(folder / "work")
+def role_arguments(environ: Mapping[str, str], configs: list[str], work: str) -> list[str]:
+    given = [word for config in configs for word in ("--config", config)]
     if environ["GRPO_JAX_ROLE"] == "learner":
-        return ["trainer", "--config", config, "--dir", work]
+        return ["trainer", *given, "--dir", work]
     slot, job = environ["GRPO_JAX_SLOT"], environ.get("JOB_ID", "job")
     url = re.sub(r"\{(\w+)\}", lambda name: environ.get(name[1], ""), environ["GRPO_JAX_URL"])
     where = ["--host", environ["GRPO_JAX_HOST"], "--port", environ["GRPO_JAX_PORT"], "--url", url]
-    return ["generator", "--config", config, "--dir", work, "--id", replica_id(slot, job), *where]
+    return ["generator", *given, "--dir", work, "--id", replica_id(slot, job), *where]
 
 
 def replica_id(slot: str, job: str) -> str:

@@ -1,9 +1,10 @@
-"""What a launch leaves in the bucket, so that any machine can go on with it: three records below `<run>/launch/`."""
+"""What a launch leaves in the bucket, so that any machine can go on with it: three records below `<target>/launch/`."""
 
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from grpo_jax.config.load import parse_config
@@ -20,31 +21,33 @@ _LAUNCH, _DESIRED, _LAUNCHER = "launch", "desired", "launcher"
 
 @dataclass(frozen=True)
 class Desired:
-    """What is wanted of a run: whoever is attached brings it about."""
+    """What is wanted of a target: whoever is attached brings it about."""
 
     state: Literal["running", "cancelled"]
     generators: int
 
 
 class LaunchState:
-    """Of one run. Each record has many possible writers, one after the other; the newest counts."""
+    """Of one target. Each record has many possible writers, one after the other; the newest counts."""
 
-    def __init__(self, run: Bucket):
-        self._run = run
-        self._readers = {name: RecordReader(self._run, _key(name)) for name in (_LAUNCH, _DESIRED, _LAUNCHER)}
+    def __init__(self, place: Bucket):
+        """`place`: the target's own."""
+        self._place = place
+        self._readers = {name: RecordReader(place, _key(name)) for name in (_LAUNCH, _DESIRED, _LAUNCHER)}
         self._beat: RecordWriter | None = None
         self._claimed, self._beat_at = 0, float("-inf")
 
-    def launch(self) -> tuple[Config, Launch] | None:
-        """The launch that was begun last: its config and what its jobs have in common."""
+    def launch(self) -> tuple[tuple[Config, ...], Launch] | None:
+        """The launch that was begun last: the configs of its runs and what its jobs have in common."""
         record = self._readers[_LAUNCH].read()
         if record is None:
             return None
-        return parse_config(record["config"], "launch.json"), Launch(record["id"], record["files"], record["package"])
+        configs = tuple(parse_config(config, "launch.json") for config in record["configs"])
+        return configs, Launch(record["id"], record["files"], record["package"], record["labels"])
 
-    def write_launch(self, config: Config, launch: Launch) -> None:
-        body = {"config": config.model_dump(mode="json"), "id": launch.id, "files": launch.files}
-        self._writer(_LAUNCH).write({**body, "package": launch.package, "started_at": time.time()})
+    def write_launch(self, configs: Sequence[Config], launch: Launch) -> None:
+        body = {"configs": [config.model_dump(mode="json") for config in configs], **asdict(launch)}
+        self._writer(_LAUNCH).write({**body, "started_at": time.time()})
 
     def desired(self) -> Desired | None:
         record = self._readers[_DESIRED].read()
@@ -79,7 +82,7 @@ class LaunchState:
             self._beat.write({**_who(), "at": 0.0})
 
     def attached(self) -> bool:
-        """Whether another process looks after the run at this time, by the clocks of the two machines."""
+        """Whether another process looks after the target at this time, by the clocks of the two machines."""
         record = self._readers[_LAUNCHER].read()
         return record is not None and abs(time.time() - record["at"]) < _SILENT_S
 
@@ -87,7 +90,7 @@ class LaunchState:
         """A life later than any before, whatever the clocks of other machines say."""
         before = self._readers[name].read()
         incarnation = max(int(time.time() * 1000), before["incarnation"] + 1 if before else 0)
-        return RecordWriter(self._run, _key(name), incarnation)
+        return RecordWriter(self._place, _key(name), incarnation)
 
 
 def _key(name: str) -> str:

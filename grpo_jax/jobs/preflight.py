@@ -60,6 +60,16 @@ def look_at_config(config: Config, environ: Mapping[str, str]) -> Findings:
     return found
 
 
+def problems_here(config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Of a run that shares jobs with one that `preflight` has seen: what is its own, and needs no network."""
+    found = look_at_config(config, environ)
+    try:
+        check_config(config)
+    except UsageError as error:
+        found.problems.append(str(error))
+    return found.problems
+
+
 def preflight(config: Config, environ: Mapping[str, str], *, compile: bool = True) -> Findings:
     """Everything. Reads only.
 

@@ -32,7 +32,8 @@ _POLL_S = 0.2
 _LONGER_S = 15.0
 _CONFIGS = "configs"
 _CONFIG_FILES = (".yaml", ".yml", ".json")
-_FINISHED, _INTERRUPTED, _OTHER_CONFIG = "finished", "interrupted", "exists with another config"
+FINISHED, OTHER_CONFIG = "finished", "exists with another config"
+_INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ def run_sweep(sweep: Sweep, only: Sequence[str] = (), *, dry_run: bool = False) 
     for i, variant in enumerate(chosen, start=1):
         state = state_of(variant.config)
         print(f"{i} of {len(chosen)}: {variant.config.run}, {variant.config.steps} steps, {state}", flush=True)
-        if state == _FINISHED:
+        if state == FINISHED:
             outcomes.append(Outcome(variant, "finished before"))
-        elif state.startswith(_OTHER_CONFIG):
+        elif state.startswith(OTHER_CONFIG):
             outcomes.append(Outcome(variant, f"failed: {state}"))
         else:
             outcomes.append(Outcome(variant, _ended(variant.config, _run(variant.config, folder))))
@@ -138,9 +139,9 @@ def state_of(config: Config) -> str:
         return "new"
     differing = differing_keys(record["config"], config.model_dump(mode="json"))
     if differing:
-        return f"{_OTHER_CONFIG}; differing: {', '.join(differing)}"
+        return f"{OTHER_CONFIG}; differing: {', '.join(differing)}"
     if record["status"] == "finished" and record["config"]["steps"] >= config.steps:
-        return _FINISHED
+        return FINISHED
     learner = RecordReader(run, layout.LEARNER_STATE).read()
     return f"goes on after step {learner['step']}" if learner and learner["step"] else "begun, no step finished"
 
@@ -185,7 +186,7 @@ def _run(config: Config, folder: Path) -> int:
 
 def _ended(config: Config, code: int) -> str:
     if code == EXIT_DONE:
-        return _FINISHED
+        return FINISHED
     if code == EXIT_RESUMABLE:
         return _INTERRUPTED
     record = RecordReader(Bucket(config.bucket).child(config.run), layout.RUN).read()

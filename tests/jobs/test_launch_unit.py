@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from grpo_jax.jobs.launch_show import print_plan
 from grpo_jax.jobs.launch_spec import (
     LEARNER,
     Launch,
+    Target,
     bucket_at,
+    labels_of,
     role_config,
-    run_labels,
     secret_values,
     slots,
     spec_of,
@@ -36,7 +38,7 @@ from grpo_jax.storage.bucket import Bucket
 from tests.jobs.harness import tiny_config
 
 TOKEN = "hf_atokenthatnobodymaysee"
-LAUNCH = Launch("ab12", "tiny/launch/files/0123", "grpo_jax-0.1.0-py3-none-any.whl")
+LAUNCH = Launch("ab12", "tiny/launch/files/0123", "grpo_jax-0.1.0-py3-none-any.whl", labels_of("b", "tiny"))
 
 
 def config_of(run: str = "tiny", **jobs: Any) -> Config:
@@ -70,22 +72,23 @@ def test_a_variable_that_is_not_set_is_named() -> None:
 @pytest.mark.parametrize("run", ["a", "0_" + "x" * 61, "a-b_c" + "-" * 58])
 def test_labels_groups_and_aliases_are_what_the_hub_admits(run: str) -> None:
     config = config_of(run, network="group")
+    launch = replace(LAUNCH, labels=Target.run(config).labels)
     seen = set()
     for slot in slots(12):
-        spec = spec_of(config, slot, LAUNCH, {})
+        spec = spec_of(config, slot, launch, {})
         for text in (*spec.labels, *spec.labels.values()):
             assert re.fullmatch(r"[A-Za-z0-9_-]{1,100}", text), text
         assert re.fullmatch(r"[a-z0-9-]{1,46}", spec.network_group or "")
         assert all(re.fullmatch(r"[a-z0-9-]{1,34}", alias) for alias in spec.network_aliases)
         seen.update(spec.network_aliases)
-        again = spec_of(config, slot, LAUNCH, {})
+        again = spec_of(config, slot, launch, {})
         assert spec.network_aliases != again.network_aliases or slot == LEARNER
     assert len(seen) == 12
 
 
 def test_runs_of_one_name_in_two_buckets_have_other_labels() -> None:
-    assert run_labels("hf://buckets/a/b", "r") == run_labels("hf://buckets/a/b/", "r")
-    assert run_labels("hf://buckets/a/b", "r") != run_labels("hf://buckets/a/c", "r")
+    assert labels_of("hf://buckets/a/b", "r") == labels_of("hf://buckets/a/b/", "r")
+    assert labels_of("hf://buckets/a/b", "r") != labels_of("hf://buckets/a/c", "r")
 
 
 def test_only_generators_are_exposed_and_only_the_learner_holds_the_fleets_token() -> None:
@@ -138,12 +141,12 @@ def test_sections_that_are_refused(section: dict, word: str) -> None:
 
 def test_the_plan_shows_names_and_prices(capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(prices={"l4x1": 0.8, "a100-large": 2.5}, learner={"secrets": ["JUDGE_KEY"]})
-    print_plan(config, {"JUDGE_KEY": "sk-alsosecret", "HF_TOKEN": TOKEN})
+    print_plan(Target.run(config), {"JUDGE_KEY": "sk-alsosecret", "HF_TOKEN": TOKEN})
     text = capsys.readouterr().out
     assert "sk-alsosecret" not in text
     assert "JUDGE_KEY" in text
     assert text.endswith("all jobs, an hour: 4.10 USD\n")
-    print_plan(config_of(prices={"l4x1": 0.8}), {})
+    print_plan(Target.run(config_of(prices={"l4x1": 0.8})), {})
     assert "unknown" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -175,13 +178,13 @@ def test_the_users_code_goes_along_and_nothing_hidden(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     plugins = {"rewards": [{"source": "rewards.one:f"}], "task": {"source": "tasks:g"}}
     raw = tiny_config(Path("/m"), "hf://buckets/someone/bucket", **plugins)
-    first = build_files(Config.model_validate(raw), tmp_path)
+    first = build_files([Config.model_validate(raw)], tmp_path)
     assert sorted(zipfile.ZipFile(io.BytesIO(first.contents["code.zip"])).namelist()) == ["rewards/one.py", "tasks.py"]
     (tmp_path / "tasks.py").write_text("changed")
-    assert build_files(Config.model_validate(raw), tmp_path).folder != first.folder
+    assert build_files([Config.model_validate(raw)], tmp_path).folder != first.folder
     outside = Config.model_validate({**raw, "jobs": {"code": ["../elsewhere"]}})
     with pytest.raises(UsageError, match=r"jobs\.code"):
-        build_files(outside, tmp_path)
+        build_files([outside], tmp_path)
 
 
 def test_a_generators_image_keeps_its_packages(tmp_path: Path) -> None:
@@ -219,11 +222,12 @@ def test_a_replica_is_named_by_its_slot_and_job_and_says_where_it_is_reached(tmp
         **spec_of(config_of(), "generator-1", LAUNCH, {}).env,
         "JOB_ID": "687fb701029421ae5549d998",
     }
-    words = launch_start.role_arguments(environ, tmp_path)
+    words = launch_start.role_arguments(environ, ["a.json", "b.json"], "work")
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--config"] == ["a.json", "b.json"]
     assert words[words.index("--url") + 1] == "https://687fb701029421ae5549d998--8000.hf.jobs"
     assert words[words.index("--id") + 1] == "generator-1-687fb701029421ae5549d998"
     grouped = spec_of(config_of(network="group"), "generator-1", LAUNCH, {})
-    words = launch_start.role_arguments({**grouped.env, "HF_NETWORK_GROUP_PREFIX": "p-"}, tmp_path)
+    words = launch_start.role_arguments({**grouped.env, "HF_NETWORK_GROUP_PREFIX": "p-"}, ["a.json"], "work")
     assert words[words.index("--url") + 1] == f"http://p-{grouped.network_aliases[0]}:8000"
 
 
@@ -232,8 +236,8 @@ def test_desired_and_launcher_are_records_that_the_newest_writer_owns(tmp_path: 
     config = config_of()
     first, second = LaunchState(run), LaunchState(run)
     assert first.launch() is None
-    first.write_launch(config, LAUNCH)
-    assert second.launch() == (config, LAUNCH)
+    first.write_launch([config], LAUNCH)
+    assert second.launch() == ((config,), LAUNCH)
     first.want(Desired("running", 2))
     second.want(Desired("cancelled", 2))
     first.want(Desired("running", 3))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.jobs.launch_show import print_jobs, print_run
+from grpo_jax.jobs.launch_show import print_jobs, print_runs
 from grpo_jax.jobs.launch_start import replica_id
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
@@ -22,7 +22,7 @@ def test_replicas_of_jobs_that_have_ended_are_left_out(tmp_path: Path, capsys: p
         RecordWriter(bucket, layout.replica("tiny", name), 1).write(record)
     RecordWriter(bucket.child("tiny"), layout.RUN, 1).write({"status": "failed", "error": "no more"})
     RecordWriter(bucket.child("tiny"), layout.LEARNER_STATE, 1).write({"step": 3})
-    print_run(bucket, "tiny", config, jobs)
+    print_runs(bucket, [config], jobs)
     text = capsys.readouterr().out
     assert "generator-0-bbbb" in text
     assert "vm-2" in text
