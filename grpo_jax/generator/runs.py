@@ -28,11 +28,12 @@ _SHARED = ("bucket", "model", "generator", "fleet")
 """Sections in which runs that share a replica have to agree; ranks, lengths and staleness may differ."""
 
 
-def disagreement(configs: Sequence[Config]) -> str | None:
-    """The first dotted key by which these runs cannot share a replica, or None."""
-    first, *others = [config.model_dump(mode="json", include=set(_SHARED)) for config in configs]
+def disagreement(configs: Sequence[Config], more: Sequence[str] = ()) -> str | None:
+    """The first dotted key by which these runs cannot share a replica, or None. `more`: further sections."""
+    sections = (*_SHARED, *more)
+    first, *others = [config.model_dump(mode="json", include=set(sections)) for config in configs]
     for other in others:
-        for section in _SHARED:
+        for section in sections:
             if first[section] == other[section]:
                 continue
             if not isinstance(first[section], dict):
@@ -49,6 +50,22 @@ def require_agreement(configs: Sequence[Config]) -> None:
         raise UsageError(f"{key}: runs that share a replica agree in it, and of {', '.join(names)} two do not")
     if len(set(names)) < len(names):
         raise UsageError(f"run: two of the runs that share a replica have one name: {', '.join(names)}")
+
+
+def in_fleet(config: Config, name: str) -> Config:
+    """The config with this name for its fleet, unless it has one."""
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"name": config.fleet.name or name})})
+
+
+def sharing(configs: Sequence[Config], more: Sequence[str] = ()) -> list[list[Config]]:
+    """The runs, put together where one fleet can serve them; `more`: further sections in which they have to agree."""
+    groups: list[list[Config]] = []
+    for config in configs:
+        group = next((group for group in groups if disagreement([group[0], config], more) is None), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(config)
+    return groups
 
 
 class ServedRun:

@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -131,11 +131,12 @@ def attach(name: str, *, on_interrupt: str = "ask") -> int:
     found = find(name)
     target, left = found.launched
     try:
-        if not any(job.is_live and job.slot == LEARNER for job in found.hub.all()):
-            raise UsageError(f"{target.name} has no live learner job; `grpo-jax launch` goes on with it")
+        first = going_on(target, found.hub.all())
     except HubError as error:
         raise RunFailed(str(error)) from None
-    return Launcher(target, left, found.hub, attached=True).run(on_interrupt)
+    if first is None:
+        raise UsageError(f"{target.name} has no live learner job; `grpo-jax launch` goes on with it")
+    return Launcher(target, left, found.hub, attached=True, first=first).run(on_interrupt)
 
 
 def scale(name: str, generators: int) -> int:
@@ -152,14 +153,14 @@ def scale(name: str, generators: int) -> int:
             return EXIT_DONE
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
-    return Launcher(_rest(target, jobs), left, found.hub, attached=True, with_logs=False).start()
+    first = going_on(target, jobs) or 0
+    return Launcher(target, left, found.hub, attached=True, with_logs=False, first=first).start()
 
 
-def _rest(target: Target, jobs: Sequence[Job]) -> Target:
-    """From the run on whose learner is live."""
+def going_on(target: Target, jobs: Sequence[Job]) -> int | None:
+    """Index of the run whose learner is live."""
     live = {job.run for job in jobs if job.slot == LEARNER and job.is_live}
-    i = next((i for i, config in enumerate(target.configs) if config.run in live), 0)
-    return replace(target, configs=target.configs[i:])
+    return next((i for i, config in enumerate(target.configs) if config.run in live), None)
 
 
 def cancel(name: str) -> int:

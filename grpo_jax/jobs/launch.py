@@ -31,16 +31,24 @@ _HASTY = Limits(attempt_s=20.0, total_s=30.0)
 
 
 class Launcher:
-    """Use once. `attached`: to jobs that an earlier launcher has started; `with_logs`: shows what they write."""
+    """Use once."""
 
-    def __init__(self, target: Target, launch: Launch, hub: HubJobs, *, attached: bool, with_logs: bool = True):
+    def __init__(
+        self, target: Target, launch: Launch, hub: HubJobs, *, attached: bool, with_logs: bool = True, first: int = 0
+    ):
+        """
+        Args:
+          attached: to jobs that an earlier launcher has started.
+          with_logs: shows what they write.
+          first: index of the run that is going on, or is the first to be started.
+        """
         self._target, self._launch, self._hub, self._attached = target, launch, hub, attached
-        first = target.configs[0]
+        self._waiting, self._failed = list(target.configs[first:]), list[str]()
+        config = self._waiting[0]
         self._state = LaunchState(Bucket(target.url, _HASTY))
-        self._fleet = Fleet(launch.id, first.jobs.restarts)
+        self._fleet = Fleet(launch.id, config.jobs.restarts)
         self._display = Display(hub, launch.id, attached=attached, with_logs=with_logs)
-        self._desired = Desired("running", first.generator.replicas)
-        self._waiting, self._failed = list(target.configs), list[str]()
+        self._desired = Desired("running", config.generator.replicas)
         self._known: dict[str, Job] = {}
         self._unlisted: list[tuple[Job, float]] = []
         self._refused: dict[str, float] = {}

@@ -10,11 +10,11 @@ from grpo_jax.config.load import load_config
 from grpo_jax.config.schema import Config
 from grpo_jax.config.sweep import Sweep, Variant, load_sweep
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
-from grpo_jax.generator.runs import disagreement
+from grpo_jax.generator.runs import in_fleet, sharing
 from grpo_jax.jobs.hub_jobs import HubError
 from grpo_jax.jobs.huggingface import attach, dry_run, launch, make_bucket, scale
 from grpo_jax.jobs.launch_show import say, shown
-from grpo_jax.jobs.launch_spec import Target, in_fleet
+from grpo_jax.jobs.launch_spec import Target
 from grpo_jax.jobs.local import default_environment
 from grpo_jax.jobs.preflight import preflight
 from grpo_jax.jobs.sweep import FINISHED, OTHER_CONFIG, choose, state_of
@@ -95,15 +95,8 @@ def _launch_each(sweep: Sweep, chosen: Sequence[Variant], on_interrupt: str) -> 
 
 def targets_of(sweep: Sweep, chosen: Sequence[Variant]) -> list[Target]:
     """The runs, put together where one fleet can serve them."""
-    groups: list[list[Config]] = []
-    for variant in chosen:
-        config = in_fleet(variant.config, variant.config.fleet.name or sweep.name)
-        fitting = (g for g in groups if g[0].jobs == config.jobs and disagreement([g[0], config]) is None)
-        group = next(fitting, None)
-        if group is None:
-            groups.append(group := [])
-        group.append(config)
-    return [Target.sweep(sweep.folder, group) for group in groups]
+    configs = [in_fleet(variant.config, sweep.name) for variant in chosen]
+    return [Target.sweep(sweep.folder, group) for group in sharing(configs, ["jobs"])]
 
 
 def _check_backend(config: Config) -> None:

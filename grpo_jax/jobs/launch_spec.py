@@ -103,9 +103,9 @@ class Target:
 
     @classmethod
     def sweep(cls, folder: str, configs: Sequence[Config]) -> "Target":
-        """Args: `folder`: the bucket of its runs, see `Sweep`. The fleet is called as the sweep is, or as they say."""
+        """Args: `folder`: the bucket of its runs, see `Sweep`."""
         bucket, _, name = folder.rstrip("/").rpartition("/")
-        return cls(bucket, name, tuple(in_fleet(config, config.fleet.name or name) for config in configs))
+        return cls(bucket, name, tuple(configs))
 
     @property
     def url(self) -> str:
@@ -149,10 +149,6 @@ def bucket_at(url: str) -> BucketAt:
 
 def namespace_of(config: Config) -> str:
     return config.jobs.namespace or bucket_at(config.bucket).namespace
-
-
-def in_fleet(config: Config, name: str) -> Config:
-    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"name": name})})
 
 
 def slots(generators: int) -> list[str]:

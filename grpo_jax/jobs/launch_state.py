@@ -40,7 +40,7 @@ class LaunchState:
     def launch(self) -> tuple[tuple[Config, ...], Launch] | None:
         """The launch that was begun last: the configs of its runs and what its jobs have in common."""
         record = self._readers[_LAUNCH].read()
-        if record is None:
+        if record is None or "configs" not in record:  # an earlier version's had one
             return None
         configs = tuple(parse_config(config, "launch.json") for config in record["configs"])
         return configs, Launch(record["id"], record["files"], record["package"], record["labels"])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +17,10 @@ from rich.table import Column, Table
 from grpo_jax.config.compare import differing_keys
 from grpo_jax.config.schema import Config
 from grpo_jax.config.sweep import Sweep, Variant, load_sweep
-from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, UsageError
-from grpo_jax.jobs.local import default_environment, stop_on_signals
+from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.jobs.local import Stop, default_environment, stop_on_signals
 from grpo_jax.jobs.run import place
+from grpo_jax.jobs.shared_fleet import Fleets, SharedFleet
 from grpo_jax.observability.compare import compare
 from grpo_jax.observability.compare_page import Written, write_comparison
 from grpo_jax.observability.members import members_of_runs, members_of_sweep, write_index
@@ -65,17 +66,9 @@ def run_sweep(sweep: Sweep, only: Sequence[str] = (), *, dry_run: bool = False) 
     folder = _local_folder(sweep)
     write_index(Bucket(sweep.folder), sweep)
     outcomes: list[Outcome] = []
-    for i, variant in enumerate(chosen, start=1):
-        state = state_of(variant.config)
-        print(f"{i} of {len(chosen)}: {variant.config.run}, {variant.config.steps} steps, {state}", flush=True)
-        if state == FINISHED:
-            outcomes.append(Outcome(variant, "finished before"))
-        elif state.startswith(OTHER_CONFIG):
-            outcomes.append(Outcome(variant, f"failed: {state}"))
-        else:
-            outcomes.append(Outcome(variant, _ended(variant.config, _run(variant.config, folder))))
-        if outcomes[-1].state == _INTERRUPTED:
-            break
+    to_do = [variant.config for variant in chosen if _may_run(state_of(variant.config))]
+    with closing(Fleets(to_do, sweep.name, folder)) as fleets:
+        _run_each(chosen, folder, fleets, outcomes)
     _print(sweep, outcomes)
     print(compare_sweep(sweep.folder))
     if outcomes[-1].state == _INTERRUPTED:
@@ -85,6 +78,34 @@ def run_sweep(sweep: Sweep, only: Sequence[str] = (), *, dry_run: bool = False) 
     if failed:
         print(f"{len(failed)} of {len(chosen)} runs failed: {', '.join(failed)}", file=sys.stderr)
     return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _run_each(chosen: Sequence[Variant], folder: Path, fleets: Fleets, outcomes: list[Outcome]) -> None:
+    """Adds to `outcomes` what became of each, up to one that was interrupted."""
+    for i, variant in enumerate(chosen, start=1):
+        state = state_of(variant.config)
+        print(f"{i} of {len(chosen)}: {variant.config.run}, {variant.config.steps} steps, {state}", flush=True)
+        if state == FINISHED:
+            outcomes.append(Outcome(variant, "finished before"))
+        elif not _may_run(state):
+            outcomes.append(Outcome(variant, f"failed: {state}"))
+        else:
+            outcomes.append(Outcome(variant, _outcome(variant.config, folder, fleets)))
+        if outcomes[-1].state == _INTERRUPTED:
+            return
+
+
+def _may_run(state: str) -> bool:
+    return state != FINISHED and not state.startswith(OTHER_CONFIG)
+
+
+def _outcome(config: Config, folder: Path, fleets: Fleets) -> str:
+    try:
+        ready, fleet = fleets.enter(config)
+        return _ended(config, _run(ready, folder, fleet))
+    except RunFailed as error:
+        fleets.close()
+        return f"failed: {error}"
 
 
 def compare_sweep(source: str, to: str | None = None, target: float | None = None) -> Written | None:
@@ -157,8 +178,11 @@ def _local_folder(sweep: Sweep) -> Path:
     return place(first, None)[1].parent
 
 
-def _run(config: Config, folder: Path) -> int:
-    """`grpo-jax run` of one config to its end; a signal to this process is handed on."""
+def _run(config: Config, folder: Path, fleet: SharedFleet | None) -> int:
+    """`grpo-jax run` of one config to its end; a signal to this process is handed on.
+
+    RunFailed if the fleet that serves it fails; the run can be resumed then.
+    """
     path = folder / _CONFIGS / f"{config.run}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
@@ -167,21 +191,28 @@ def _run(config: Config, folder: Path) -> int:
         process = subprocess.Popen([sys.executable, "-m", "grpo_jax.cli", "run", str(path)], start_new_session=True)
         try:
             while process.poll() is None and not stop.is_set():
+                if fleet is not None:
+                    fleet.poll()
                 time.sleep(_POLL_S)
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + config.local.stop_s + _LONGER_S
-            while process.poll() is None and time.monotonic() < deadline and not stop.at_once.is_set():
-                time.sleep(_POLL_S)
-            if stop.at_once.is_set() and process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LONGER_S)
         finally:
+            _interrupt(process, config, stop)
             if process.poll() is None:
                 process.kill()
                 process.wait()
         return EXIT_RESUMABLE if stop.is_set() else process.returncode
+
+
+def _interrupt(process: subprocess.Popen[bytes], config: Config, stop: Stop) -> None:
+    """What lives has the time to save its last step."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + config.local.stop_s + _LONGER_S
+    while process.poll() is None and time.monotonic() < deadline and not stop.at_once.is_set():
+        time.sleep(_POLL_S)
+    if stop.at_once.is_set() and process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LONGER_S)
 
 
 def _ended(config: Config, code: int) -> str:

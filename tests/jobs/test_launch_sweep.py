@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from grpo_jax.config.sweep import expand
+from grpo_jax.jobs.huggingface import going_on
 from grpo_jax.jobs.launch_commands import targets_of
 from grpo_jax.jobs.launch_package import build_files
 from grpo_jax.jobs.launch_show import print_plan
@@ -19,8 +20,7 @@ from grpo_jax.storage.bucket import Bucket
 from tests.fakes.hub import FakeHub
 from tests.jobs.harness import tiny_config, wait_for
 from tests.jobs.hub_harness import API_KEY, TOKEN, HubPlace
-
-RUNS = ("study-a", "study-b", "study-c")
+from tests.jobs.test_launch_unit_fleet import job
 
 
 def _sweep(section: dict[str, Any], **changes: Any):
@@ -78,6 +78,16 @@ def test_the_plan_of_a_sweep_counts_its_generators_once(capsys: pytest.CaptureFi
     assert text.endswith("all jobs, an hour: 3.30 USD\n")
 
 
+def test_whoever_is_attached_goes_on_from_the_run_whose_learner_is_live() -> None:
+    (target,) = _targets({"seeds": [0, 1, 2]})
+    jobs = [
+        replace(job(LEARNER, stage, id=run), run=run)
+        for run, stage in (("study-s0", "COMPLETED"), ("study-s1", "RUNNING"))
+    ]
+    assert going_on(target, [job("generator-0"), *jobs]) == 1
+    assert going_on(target, [job("generator-0"), jobs[0]]) is None
+
+
 @dataclass(frozen=True)
 class Swept:
     place: HubPlace
@@ -87,7 +97,7 @@ class Swept:
     config: Path
 
     def jobs(self, slot: str) -> list[str]:
-        return [job.stage for job in self.place.jobs("study", slot)]
+        return [each.stage for each in self.place.jobs("study", slot)]
 
 
 @pytest.fixture(scope="module")

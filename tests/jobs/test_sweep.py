@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,11 @@ def test_a_sweep_is_interrupted_goes_on_and_reports_the_run_that_fails(tiny_mode
     assert "1 of 3 runs failed: tiny-broken" in err
     assert [len(metrics(folder / f"tiny-{name}")) for name in ("sound", "stale")] == [4, 4]
 
+    served = (folder / "generators" / "generator-0.log").read_text()
+    assert served.count("the server is ready") == 2, "once, and once more after the interruption"
+    assert served.count("serving tiny-sound") == 2
+    assert served.count("serving tiny-stale") == 1
+
     again = command(path, "--only", "s*")
     out, _ = again.communicate(timeout=60)
     assert again.returncode == 0
@@ -148,3 +154,44 @@ def test_a_sweep_is_interrupted_goes_on_and_reports_the_run_that_fails(tiny_mode
     assert "2 of 3 runs are finished" in (folder / "comparison.html").read_text()
     assert (folder / "comparison.png").exists()
     assert (folder / "comparison.csv").read_text().count("\n") == 4
+
+
+@pytest.mark.slow
+def test_a_shared_generator_that_is_killed_is_started_again(tiny_model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, tiny_model, {"seeds": [0, 1]}, evaluation__samples=0, steps=6)
+    folder = tmp_path / "bucket" / "tiny"
+    process = command(path)
+    try:
+        wait_for(lambda: learner_step(folder / "tiny-s1") >= 1, what="the first step of the second run")
+        (agent,) = [pid for pid, words in _commands(tmp_path).items() if "generator" in words]
+        os.kill(agent, signal.SIGKILL)
+        _, err = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-2000:]
+    assert "generator-0 was killed by SIGKILL" in err
+    assert [len(metrics(folder / f"tiny-s{seed}")) for seed in (0, 1)] == [6, 6]
+    assert (folder / "generators" / "generator-0.log").read_text().count("the server is ready") == 2
+
+
+@pytest.mark.slow
+def test_a_fleet_that_cannot_be_kept_alive_fails_its_runs_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    generator = {"engine": "reference", "extra_args": ["--no-such-option"]}
+    path = write(tmp_path, tiny_model, {"seeds": [0, 1]}, generator=generator, local={"restarts": 0})
+    process = command(path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1, err[-2000:]
+    assert "2 of 2 runs failed" in err
+    assert "restarts in a row did not help" in " ".join(out.split())
+    assert not _commands(tmp_path)
+
+
+def _commands(folder: Path) -> dict[int, list[str]]:
+    """The words of every process that is told of something in this folder, by pid."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if any(str(folder) in word for word in words):
+                found[int(place.name)] = words
+    return found

@@ -1,0 +1,185 @@
+"""Generators of this machine that outlive a run: the runs of a sweep share them as far as they can."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_jax.config.schema import Config
+from grpo_jax.errors import EXIT_DONE, EXIT_USAGE, RunFailed
+from grpo_jax.generator.process import told_exit
+from grpo_jax.generator.runs import in_fleet, sharing
+from grpo_jax.jobs.local import last_line
+from grpo_jax.jobs.processes import Process, is_stopped, role_command, stop_all
+from grpo_jax.jobs.restarts import Restarts
+from grpo_jax.jobs.watchdog import LOCAL_REPLICA
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket, BucketError, Limits
+from grpo_jax.storage.records import Record, RecordReader
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.5
+_LOOK_S = 1.0
+# The learner writes its state every second: as long as it is seen to do so, the bucket is not what keeps others silent.
+_ALIVE_S = 5.0
+_AGAIN_S = 20.0
+_LIMITS = Limits(attempt_s=5.0, total_s=5.0)
+
+
+class Fleets:
+    """One shared fleet after the other, each from the first run that it serves to the last."""
+
+    def __init__(self, configs: Sequence[Config], name: str, folder: Path):
+        """
+        Args:
+          configs: of the runs that are to come.
+          name: of the sweep, and of its fleets where the configs name none.
+          folder: local, for logs and adapters.
+        """
+        named = [in_fleet(config, name) for config in configs]
+        groups = [group for group in sharing(named) if len(group) > 1 and group[0].generator.replicas]
+        self._group_of = {config.run: group for group in groups for config in group}
+        self._folder = folder
+        self._fleet: SharedFleet | None = None
+
+    def enter(self, config: Config) -> tuple[Config, "SharedFleet | None"]:
+        """The config with which a run has to be run now, and the fleet that serves it; None: its own generators."""
+        group = self._group_of.get(config.run)
+        if self._fleet is not None and self._fleet.configs is not group:
+            self.close()
+        if group is None:
+            return config, None
+        if self._fleet is None:
+            self._fleet = SharedFleet(group, self._folder)
+            self._fleet.start()
+        shared = next(each for each in group if each.run == config.run)
+        self._fleet.serves(shared)
+        alone = shared.generator.model_copy(update={"replicas": 0})
+        return shared.model_copy(update={"generator": alone}), self._fleet
+
+    def close(self) -> None:
+        """Nothing of them is left running."""
+        if self._fleet is not None:
+            self._fleet.stop()
+            self._fleet = None
+
+
+@dataclass
+class _Agent:
+    number: int
+    argv: list[str]
+    log: Path
+    cpus: tuple[int, ...]
+    restarts: Restarts
+    heartbeat: RecordReader
+    process: Process | None = None
+    began: float = 0.0
+    start_at: float = 0.0
+
+
+class SharedFleet:
+    """`generator.replicas` agents for several runs. They are watched as those of a single run are."""
+
+    def __init__(self, configs: Sequence[Config], folder: Path):
+        """`configs` agree (see `generator.runs`)."""
+        self.configs, first = configs, configs[0]
+        place = folder / "generators"
+        place.mkdir(parents=True, exist_ok=True)
+        words = []
+        for config in configs:
+            path = place / f"{config.run}.json"
+            path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+            words += ["--config", str(path)]
+        bucket = Bucket(first.bucket, _LIMITS)
+        self._learners = [RecordReader(bucket.child(config.run), layout.LEARNER_STATE) for config in configs]
+        self._hung_s, self._looked_at = first.local.hung_s, 0.0
+        self._serving = self._learners[0]
+        self._agents = [
+            _Agent(
+                i,
+                role_command("generator", *words, "--id", name, "--dir", str(place / str(i))),
+                place / f"generator-{i}.log",
+                first.local.generator_cpus[i] if i < len(first.local.generator_cpus) else (),
+                Restarts(first.local.restarts),
+                RecordReader(bucket, layout.replica(first.fleet_name, name)),
+            )
+            for i, name in enumerate(LOCAL_REPLICA.format(i) for i in range(first.generator.replicas))
+        ]
+
+    def start(self) -> None:
+        for agent in self._agents:
+            self._start(agent)
+
+    def serves(self, config: Config) -> None:
+        """From now on this run is the one that goes on."""
+        self._serving = self._learners[self.configs.index(config)]
+
+    def poll(self) -> None:
+        """To be called often. RunFailed if an agent cannot be kept alive."""
+        now = time.monotonic()
+        looks = now - self._looked_at >= _LOOK_S
+        if looks:
+            self._looked_at = now
+            _look(self._serving)
+        for agent in self._agents:
+            if agent.process is None:
+                if now >= agent.start_at:
+                    self._start(agent)
+                continue
+            code = agent.process.poll()
+            if code is None:
+                if looks and (why := self._hangs(agent)) is not None:
+                    self._again(agent, why)
+                continue
+            agent.process.kill()  # what it may have left behind in its session
+            if code == EXIT_USAGE:
+                raise RunFailed(last_line(agent.log))
+            if code == EXIT_DONE:  # it has found the runs over
+                agent.process, agent.start_at = None, now + _AGAIN_S
+                continue
+            self._again(agent, f"{told_exit(code)}: {last_line(agent.log)}")
+
+    def stop(self) -> None:
+        stop_all([agent.process for agent in self._agents if agent.process is not None], _STOP_S)
+        for agent in self._agents:
+            agent.process, agent.start_at = None, float("inf")
+
+    def _start(self, agent: _Agent) -> None:
+        agent.began = time.monotonic()
+        try:
+            agent.process = Process(agent.argv, agent.log, cpus=agent.cpus)
+        except OSError as error:  # no memory, no process number, no room for the log
+            self._again(agent, f"cannot be started: {error}")
+
+    def _hangs(self, agent: _Agent) -> str | None:
+        """Why an agent that lives is as good as dead."""
+        _look(agent.heartbeat)
+        assert agent.process is not None
+        silent_s = min(agent.heartbeat.silent_s(), time.monotonic() - agent.began)
+        if silent_s < self._hung_s or self._serving.silent_s() > _ALIVE_S:
+            return None
+        stopped = "a signal has stopped it" if is_stopped(agent.process.pid) else "it lives"
+        return f"hangs: {stopped}, and its heartbeat has not changed for {silent_s:.0f} s"
+
+    def _again(self, agent: _Agent, reason: str) -> None:
+        if agent.process is not None:
+            agent.process.kill()
+        now = time.monotonic()
+        steps = sum(int((_look(reader) or {}).get("step", 0)) for reader in self._learners)
+        pause_s = agent.restarts.ended(now - agent.began, steps)
+        reason = f"generator-{agent.number} {reason}"
+        if pause_s is None:
+            raise RunFailed(f"{reason} ({agent.restarts.most} restarts in a row did not help; see {agent.log})")
+        log.warning("%s; it is started again", reason)
+        agent.process, agent.start_at = None, now + pause_s
+
+
+def _look(reader: RecordReader) -> Record | None:
+    """The newest value that is known."""
+    try:
+        return reader.read()
+    except BucketError:
+        return None
