@@ -1,6 +1,7 @@
 """A server process of an agent: in a session of its own, its output in a file, and gone when it is told to go."""
 
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -11,9 +12,13 @@ from pathlib import Path
 
 from grpo_jax.generator.vllm import Command
 
+log = logging.getLogger(__name__)
+
 _GRACE_S = 4.0
 # For the system to collect what was killed. Where nobody collects orphans they stay as zombies, for ever.
 _REAP_S = 1.0
+# SIGKILL works at once, but for a process that is inside a system call which does not come back (a dead mount).
+_KILL_S = 10.0
 # A line that says what went wrong: an exception's last line, or a logger's or argparse's error.
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|\berror:|\bERROR\b")
 _LINES_LOOKED_AT = 400
@@ -48,7 +53,7 @@ class ServerProcess:
     async def stop(self, grace_s: float = _GRACE_S) -> None:
         """SIGTERM to the whole session, and SIGKILL to what is left of it after the grace or its leader's end.
 
-        Returns when all of them are gone.
+        Returns when all of them are gone, or have not gone within seconds of SIGKILL.
         """
         self._signal(signal.SIGTERM)
         try:
@@ -57,7 +62,10 @@ class ServerProcess:
             pass
         finally:
             self._signal(signal.SIGKILL)
-        await self._process.wait()
+        try:
+            await asyncio.wait_for(self._process.wait(), _KILL_S)
+        except TimeoutError:
+            log.warning("the server %d was killed and does not end: it hangs in a system call", self.pid)
         deadline = time.monotonic() + _REAP_S
         while self._signal(0) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

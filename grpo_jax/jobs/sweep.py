@@ -198,7 +198,8 @@ def _run(config: Config, folder: Path, fleet: SharedFleet | None) -> int:
             _interrupt(process, config, stop)
             if process.poll() is None:
                 process.kill()
-                process.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LONGER_S)
         return EXIT_RESUMABLE if stop.is_set() else process.returncode
 
 

@@ -5,15 +5,18 @@ import logging
 import time
 from typing import Any
 
-from grpo_jax.learner.fence import TakenOver
+from grpo_jax.learner.fence import TakenOver, incarnations
 from grpo_jax.learner.life import FLUSH_S, Life, Parts
 from grpo_jax.observability.evaluations import dashboard_record
 from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import read_record
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _LATE_WRITE_S = 2.0
+_RECORDS = (layout.RUN, layout.POLICY, layout.LEARNER_STATE)
 
 
 def show_evaluations(life: Life, parts: Parts) -> None:
@@ -41,6 +44,32 @@ def finish(life: Life, parts: Parts) -> None:
     if not life.run.is_local:  # an earlier write that was given up may land yet, and nobody is there to correct it
         time.sleep(_LATE_WRITE_S)
         life.persist("marking the run finished", life.run_record.confirm)
+    keep_last_words(life)
+
+
+def keep_last_words(life: Life) -> None:
+    """Copies of the records as they are now; for `put_right`."""
+
+    def keep() -> None:
+        for key in _RECORDS:
+            life.run.put(layout.last_word(life.incarnation, key), life.run.read(key))
+
+    life.persist("keeping the last records", keep)
+
+
+def put_right(run: Bucket, mine: int) -> None:
+    """By a learner that was taken over, when it leaves.
+
+    What it was about to write when it was stopped (SIGSTOP, a frozen machine) may have landed in a record after the
+    newer learner had finished the run, so that nobody else is there to correct it.
+    """
+    time.sleep(_LATE_WRITE_S)
+    newest = max(incarnations(run), default=mine)
+    for key in _RECORDS:
+        kept, shown = run.read_or_none(layout.last_word(newest, key)), read_record(run, key)
+        if kept is not None and shown is not None and shown["incarnation"] < newest:
+            log.info("%s is written again as the learner that finished the run has left it", key)
+            run.replace(key, kept)
 
 
 def save_for_resume(life: Life, parts: Parts | None) -> None:

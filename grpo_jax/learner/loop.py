@@ -9,7 +9,7 @@ from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
 from grpo_jax.learner.batch import is_zero_variance
 from grpo_jax.learner.diagnostics import group_metrics
-from grpo_jax.learner.ending import finish, mark_failed, save_for_resume, show_evaluations
+from grpo_jax.learner.ending import finish, mark_failed, put_right, save_for_resume, show_evaluations
 from grpo_jax.learner.engine import Engine
 from grpo_jax.learner.fence import TakenOver
 from grpo_jax.learner.life import FLUSH_S, Interrupted, Life, Parts
@@ -23,6 +23,7 @@ from grpo_jax.learner.update_metrics import update_metrics
 from grpo_jax.rollouts.sample import Group
 from grpo_jax.storage import layout
 from grpo_jax.storage.batches import BatchRecord, write_batch
+from grpo_jax.storage.bucket import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,10 @@ def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: b
     except Interrupted:
         save_for_resume(life, parts)
         life.exit_code = EXIT_RESUMABLE
-    except TakenOver:
-        raise  # what this run is now is another's to say
+    except TakenOver:  # what this run is now is another's to say
+        life.closing.close()
+        _leave_as_it_was(config, life.incarnation)
+        raise
     except (RunFailed, UsageError) as error:
         mark_failed(life, str(error))
         raise
@@ -64,6 +67,13 @@ def run_learner(config: Config, run_dir: Path, stop: threading.Event, *, hold: b
     finally:
         life.closing.close()
     return life.exit_code
+
+
+def _leave_as_it_was(config: Config, incarnation: int) -> None:
+    try:
+        put_right(Bucket(config.bucket).child(config.run), incarnation)
+    except OSError as error:
+        log.warning("whether the records are as the newer learner has left them is not known: %s", error)
 
 
 class Learner:

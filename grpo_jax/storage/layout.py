@@ -64,6 +64,11 @@ def evaluation(policy: str, split: str) -> str:
     return f"{EVALUATIONS}/{policy}.{split}.json"
 
 
+def last_word(incarnation: int, record: str) -> str:
+    """What one of a run's records held when this life of the learner had finished the run."""
+    return f"{INCARNATIONS}/{incarnation:06d}.last.{record.rpartition('/')[2]}"
+
+
 def replicas(fleet: str) -> str:
     return f"fleets/{fleet}/replicas"
 

@@ -64,9 +64,9 @@ def endured(place: HubPlace) -> Iterator[Ended]:
 
 @pytest.fixture(scope="module")
 def carried(place: HubPlace) -> Iterator[Ended]:
-    """In a mounted bucket and a network group: launched and left, scaled up and down, and attached to again.
+    """In a mounted bucket and a network group: launched and left, scaled up and down, and attached to again, twice.
 
-    One generator's machine never comes.
+    The first of these launchers is killed. One generator's machine never comes.
     """
     run, steps = "carried", 4
     place.server.jobs.never_starts = lambda spec: spec["labels"].get("grpo-jax-slot") == "generator-1"
@@ -83,6 +83,10 @@ def carried(place: HubPlace) -> Iterator[Ended]:
             assert len(place.billing(run)) == 1 + generators
             if generators == 3:
                 place.running(run, "generator-2")
+        killed = place.call("launch", "--attach", url)
+        killed.says("generator-0 | ")
+        killed.process.kill()
+        assert len(place.billing(run)) == 2, "jobs do not need their launcher"
         attached = place.call("launch", "--attach", url)
         attached.says("generator-0 | ")
         gate.touch()

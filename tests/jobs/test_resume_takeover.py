@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.errors import EXIT_TAKEN_OVER
-from grpo_jax.learner.fence import incarnations
+from grpo_jax.learner.ending import put_right
+from grpo_jax.learner.fence import claim_incarnation, incarnations
 from grpo_jax.observability.metrics import read_metrics
 from grpo_jax.storage import layout
 from grpo_jax.storage.batches import read_batches
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import RecordReader
+from grpo_jax.storage.records import RecordReader, RecordWriter, read_record
 from tests.jobs.lone_learner import (
     STEPS,
     LoneLearner,
@@ -88,10 +89,38 @@ def test_one_that_was_stopped_and_wakes_up_after_another_took_over_changes_nothi
         check(run_dir)
         readers = [RecordReader(Bucket(str(run_dir)), key) for key in _RECORDS]
         before, records = what_counts(run_dir), [reader.read() for reader in readers]
+        kept = [layout.last_word(2, key) for key in _RECORDS]
+        assert set(kept) <= set(Bucket(str(run_dir)).list(layout.INCARNATIONS))
         first.send(signal.SIGCONT)
         assert "has taken over this run" in first.ends(code=EXIT_TAKEN_OVER)
     assert what_counts(run_dir) == before
-    # A write that was under way when it was stopped may land. Who has seen a newer record does not take it.
+    # A write that was under way when it was stopped may land. Who has seen a newer record does not take it,
+    # and who comes only now finds it put right.
     assert [reader.read() for reader in readers] == records
-    late = [RecordReader(Bucket(str(run_dir)), key).read() for key in _RECORDS]
-    assert all(now == then or now["incarnation"] == 1 for now, then in zip(late, records, strict=True))
+    assert [_said(read_record(Bucket(str(run_dir)), key)) for key in _RECORDS] == list(map(_said, records))
+
+
+def test_a_record_of_the_older_learner_that_lands_late_is_put_right_when_that_leaves(tmp_path):
+    run = Bucket(str(tmp_path)).child("tiny")
+    for number in (1, 2):
+        assert claim_incarnation(run) == number
+    for key in _RECORDS:
+        RecordWriter(run, key, 2).write({"of": "the newer", "key": key})
+        run.put(layout.last_word(2, key), run.read(key))
+    RecordWriter(run, layout.POLICY, 1).write({"of": "the older"})
+    put_right(run, 1)
+    assert [record["of"] for key in _RECORDS if (record := read_record(run, key))] == ["the newer"] * 3
+
+
+def test_nothing_is_put_right_while_the_newer_learner_goes_on(tmp_path):
+    run = Bucket(str(tmp_path)).child("tiny")
+    for _ in range(2):
+        claim_incarnation(run)
+    RecordWriter(run, layout.POLICY, 1).write({"of": "the older"})
+    before = run.read(layout.POLICY)
+    put_right(run, 1)
+    assert run.read(layout.POLICY) == before
+
+
+def _said(record: dict) -> dict:
+    return {key: value for key, value in record.items() if key not in ("seq", "checksum", "doing", "doing_s")}
