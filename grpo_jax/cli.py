@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dry-run", action="store_true", help="say what there is to do, and do nothing")
     sub = command("report", _report, "writes report.html and reward.png of runs, and compares several")
     sub.add_argument("runs", nargs="+", metavar="RUN", help="a run, or one sweep: its config or its folder")
+    sub.add_argument("--only", action="append", default=[], metavar="NAME", help="of a sweep: these runs (or globs)")
     sub.add_argument("--to", metavar="DIR", help="where a comparison goes (default: the sweep's folder, or here)")
     sub.add_argument("--target", type=float, metavar="REWARD", help="of a comparison (default: 0.9 of the best)")
 
@@ -308,7 +309,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from grpo_jax.storage.bucket import Bucket
 
     several = len(arguments.runs) > 1
-    compared = None if several else compare_sweep(arguments.runs[0], arguments.to, arguments.target)
+    compared = None if several else compare_sweep(arguments.runs[0], arguments.to, arguments.target, arguments.only)
+    if arguments.only and compared is None:
+        raise UsageError("report --only: chooses runs of a sweep, and this is none")
     for name in () if compared else arguments.runs:
         bucket = Bucket(name)
         # A run in a bucket has no directory of its own here: its report comes into one with its name.

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -108,10 +108,13 @@ def _outcome(config: Config, folder: Path, fleets: Fleets) -> str:
         return f"failed: {error}"
 
 
-def compare_sweep(source: str, to: str | None = None, target: float | None = None) -> Written | None:
+def compare_sweep(
+    source: str, to: str | None = None, target: float | None = None, only: Sequence[str] = ()
+) -> Written | None:
     """Compares the runs of a sweep, named by its folder or its config; None if `source` is neither.
 
     Args:
+      only: names or globs of runs, as `run_sweep` takes them.
       to: folder of what is written; None: the sweep's own if it is a directory, else one of its name here.
       target: see `compare`.
     """
@@ -127,6 +130,8 @@ def compare_sweep(source: str, to: str | None = None, target: float | None = Non
             raise UsageError(f"{source}: none of its runs has begun; `grpo-jax sweep {source}` runs them")
         return None
     name, members = found
+    chosen = _chosen({m.run: (*(n := _names(name, m.run)), n[1].removesuffix(f"-s{m.seed}")) for m in members}, only)
+    members = [member for member in members if member.run in chosen]
     own = folder.local_path() if folder.is_local else Path(name)
     return write_comparison(compare(name, members, target), Path(to) if to else own)
 
@@ -139,17 +144,19 @@ def compare_runs(runs: Sequence[str], to: str | None = None, target: float | Non
 
 def choose(sweep: Sweep, only: Sequence[str]) -> list[Variant]:
     """UsageError for a name that none of the runs has."""
+    names = {variant.config.run: (*_names(sweep.name, variant.config.run), variant.name) for variant in sweep.variants}
+    chosen = _chosen(names, only)
+    return [variant for variant in sweep.variants if variant.config.run in chosen]
+
+
+def _chosen(names: Mapping[str, Sequence[str]], only: Sequence[str]) -> set[str]:
+    """Args: `names`: of each run those by which it may be called."""
     if not only:
-        return sweep.variants
-    names = {variant.config.run: _names(sweep, variant) for variant in sweep.variants}
+        return set(names)
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for each in names.values() for name in each):
             raise UsageError(f"--only: {pattern!r} is none of {', '.join(names)}")
-    return [
-        variant
-        for variant in sweep.variants
-        if any(fnmatchcase(name, pattern) for pattern in only for name in names[variant.config.run])
-    ]
+    return {run for run, each in names.items() if any(fnmatchcase(name, pattern) for pattern in only for name in each)}
 
 
 def state_of(config: Config) -> str:
@@ -167,9 +174,8 @@ def state_of(config: Config) -> str:
     return f"goes on after step {learner['step']}" if learner and learner["step"] else "begun, no step finished"
 
 
-def _names(sweep: Sweep, variant: Variant) -> tuple[str, str, str]:
-    run = variant.config.run
-    return run, run.removeprefix(f"{sweep.name}-"), variant.name
+def _names(sweep: str, run: str) -> tuple[str, str]:
+    return run, run.removeprefix(f"{sweep}-")
 
 
 def _local_folder(sweep: Sweep) -> Path:

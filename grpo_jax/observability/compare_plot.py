@@ -110,7 +110,7 @@ def _curves(ax: "Axes", comparison: Comparison, groups: Sequence[Group], theme: 
     if comparison.target is not None:
         ax.axhline(comparison.target, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     ax.set_xlabel("step", color=theme.muted, fontsize=9, loc="left")
-    if ax.lines:
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8, frameon=False, labelcolor=theme.ink, loc="lower right")
     else:
         ax.text(0.5, 0.5, "nothing recorded", transform=ax.transAxes, ha="center", va="center", color=theme.muted)

@@ -16,6 +16,7 @@ from grpo_jax import cli
 from grpo_jax.config.sweep import Sweep, load_sweep
 from grpo_jax.errors import UsageError
 from grpo_jax.jobs.sweep import choose, state_of
+from grpo_jax.observability.members import write_index
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordWriter
@@ -107,6 +108,24 @@ def test_nothing_is_started_for_runs_that_are_finished_or_cannot_go_on(
     assert "1 of 2 runs failed: tiny-rank8" in captured.err
     assert not list((tmp_path / "bucket").rglob("*.log"))
     assert (tmp_path / "bucket" / "tiny" / "comparison.html").exists()
+
+
+def test_a_comparison_of_some_runs_leaves_the_others_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sweep: Sweep
+) -> None:
+    for i in range(4):
+        record(sweep, i, "finished")
+    write_index(Bucket(sweep.folder), sweep)
+    folder = Path(sweep.folder)
+    assert cli.main(["report", sweep.folder, "--only", "a-rank1"]) == 0
+    assert [line.split(",")[0] for line in (folder / "comparison.csv").read_text().splitlines()[1:]] == [
+        "tiny-a-rank1-s0",
+        "tiny-a-rank1-s1",
+    ]
+    assert cli.main(["report", sweep.folder, "--only", "c"]) == 2
+    assert "--only: 'c' is none of" in capsys.readouterr().err
+    assert cli.main(["report", f"{sweep.folder}/{sweep.variants[0].config.run}", "--only", "a"]) == 2
+    assert "chooses runs of a sweep" in capsys.readouterr().err
 
 
 def command(path: Path, *arguments: str) -> subprocess.Popen[str]:
