@@ -1,4 +1,4 @@
-"""SmolLM2 on two real vLLM servers, each a job of a Hub on loopback: a whole run by the commands that a user gives."""
+"""SmolLM2 on two real vLLM servers, each a job of a Hub on loopback: a whole sweep by the command that a user gives."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,24 +49,31 @@ def place(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             command.end()
 
 
-def test_a_run_on_two_vllm_servers_reaches_its_end_and_leaves_nothing(place: HubPlace) -> None:
+def test_two_runs_on_the_same_two_vllm_servers_reach_their_ends_and_leave_nothing(place: HubPlace) -> None:
     overrides = [f"{key}={value}" for key, value in OVERRIDES.items()]
     config = place.folder / "served.yaml"
-    config.write_text(yaml.safe_dump(load_config(REPO / "configs/quickstart.yaml", overrides).model_dump(mode="json")))
+    raw = load_config(REPO / "configs/quickstart.yaml", overrides).model_dump(mode="json")
+    config.write_text(yaml.safe_dump({**raw, "sweep": {"variants": {"first": {}, "second": {"steps": 1}}}}))
     command = place.call("launch", str(config), "--no-compile")
     assert command.wait(1400) == 0, f"{command.text[-3000:]}\n{place.logs('served')}"
     with place.view("served") as view:
-        assert [record["step"] for record in read_metrics(Bucket(str(view)))] == [0, 1]
-        trained = trained_groups(view)
-        assert len(trained) == len(set(trained)) == 4
-        groups = SpoolReader(Bucket(str(view))).poll()
-        # Both were proved, or the proxy would not have asked them; with so few groups one may have got none.
-        slots = {group.provenance.replica.rsplit("-", 1)[0] for group in groups}
-        assert slots <= {"generator-0", "generator-1"}
+        for name, steps in (("first", 2), ("second", 1)):
+            run = view / f"served-{name}"
+            assert [record["step"] for record in read_metrics(Bucket(str(run)))] == list(range(steps))
+            trained = trained_groups(run)
+            assert len(trained) == len(set(trained)) == 2 * steps
+            groups = SpoolReader(Bucket(str(run))).poll()
+            assert {group.provenance.policy.partition(".")[0] for group in groups} == {f"served-{name}"}
+            # Both were proved, or the proxy would not have asked them; with so few groups one may have got none.
+            slots = {group.provenance.replica.rsplit("-", 1)[0] for group in groups}
+            assert slots <= {"generator-0", "generator-1"}
         told = place.told(view)
     assert [where for where, text in told.items() if TOKEN in text or API_KEY in text] == []
     for slot in ("generator-0", "generator-1"):
         (job,) = place.jobs("served", slot)
-        assert "proved served.v00000" in job.log_text(), slot
+        log = job.log_text()
+        assert "proved served-first.v00000" in log, slot
+        assert "serving served-second from now on" in log, slot
+        assert log.count("the server is ready") == 1, slot
     assert place.billing("served") == []
     wait_for(lambda: not place.server.jobs.leftovers(), 60, "the end of all processes")
