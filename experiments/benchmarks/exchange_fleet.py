@@ -18,7 +18,7 @@ from experiments.benchmarks.peers.watch import tree_descriptors, tree_rss
 from grpo_jax.config.schema import Config
 from grpo_jax.generator.process import free_port
 from grpo_jax.generator.vllm import on_cpu
-from grpo_jax.jobs.local import last_line
+from grpo_jax.jobs.keeper import last_line
 from grpo_jax.jobs.processes import Process, role_command, stop_all
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket

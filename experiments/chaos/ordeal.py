@@ -19,7 +19,7 @@ from experiments.chaos.settings import ROOT, make_config, store
 from experiments.chaos.sightings import Committed, Signs
 from experiments.chaos.verdict import Verdict, judge
 from grpo_jax.generator.process import free_port
-from grpo_jax.jobs.local import last_line
+from grpo_jax.jobs.keeper import last_line
 from grpo_jax.storage.bucket import Bucket
 
 _TICK_S, _LOOK_S, _WEIGH_S = 0.25, 1.0, 2.0

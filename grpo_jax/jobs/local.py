@@ -6,15 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_TAKEN_OVER, EXIT_USAGE, RunFailed, UsageError
 from grpo_jax.generator.process import free_port, told_exit
-from grpo_jax.jobs.processes import Process, role_command, stop_all
+from grpo_jax.jobs.keeper import Keeper, Role, last_line
+from grpo_jax.jobs.processes import role_command, stop_all
 from grpo_jax.jobs.restarts import Restarts
 from grpo_jax.jobs.watchdog import LOCAL_REPLICA, WORKER, Watchdog
 
@@ -24,22 +24,6 @@ _STOP_S = 5.5
 _LEAVE_S = 5.0
 # Who leaves because the run is over leaves a little before the learner does. If that one goes on, it was not over.
 _OVER_S = 20.0
-
-
-@dataclass
-class Role:
-    name: str
-    argv: list[str]
-    restarts: Restarts
-    env: dict[str, str] = field(default_factory=dict)
-    cpus: tuple[int, ...] = ()
-    process: Process | None = None
-    began: float = 0.0
-    start_at: float = 0.0
-
-    @property
-    def title(self) -> str:
-        return self.name if "-" in self.name else f"the {self.name}"
 
 
 class Supervisor:
@@ -61,9 +45,9 @@ class Supervisor:
 
         def role(name: str, command: str, *arguments: str, cpus: tuple[int, ...] = ()) -> Role:
             argv = role_command(command, "--config", str(resolved), *arguments)
-            return Role(name, argv, Restarts(local.restarts), cpus=cpus)
+            return Role(name, argv, self.logs / f"{name}.log", Restarts(local.restarts), cpus=cpus)
 
-        self.roles = [
+        roles = [
             role("proxy", "proxy", "--port", str(port)),
             *(
                 role(
@@ -77,38 +61,33 @@ class Supervisor:
             role("learner", "learner", "--dir", str(run_dir), *learner_arguments, cpus=local.learner_cpus),
             role("worker", "worker", "--proxy", self.proxy_url, "--id", WORKER),
         ]
+        self._keeper = Keeper(
+            roles, self._hangs, lambda: self.watchdog.steps, lambda role: self.watchdog.begins(role.name)
+        )
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        return self._keeper.roles
 
     def start(self) -> None:
         self.watchdog.start()
-        for role in self.roles:
-            self._start(role)
+        self._keeper.start()
 
-    def poll(self) -> bool | None:
-        for role in self.roles:
-            if role.process is None:
-                if time.monotonic() >= role.start_at:
-                    self._start(role)
-                continue
-            code = role.process.poll()
-            if code is None:
-                dead = self.watchdog.dead(role.name, role.process.pid)
-                if dead is not None:
-                    self._again(role, f"{role.title} hangs: {dead}")
-                continue
-            role.process.kill()  # what it may have left behind in its session
+    def poll(self) -> bool:
+        for role, code in self._keeper.ended():
             if code == EXIT_DONE:
                 if role.name == "learner":
                     return True
-                role.process, role.start_at = None, time.monotonic() + _OVER_S
+                self._keeper.rest(role, _OVER_S)
                 continue
             # A port that somebody took while the proxy was down is no fault of the config.
             if code == EXIT_USAGE and not (role.name == "proxy" and role.restarts.total):
-                raise UsageError(last_line(role.process.log))
+                raise UsageError(last_line(role.log))
             if code == EXIT_TAKEN_OVER:  # started again it would take the run back
-                raise RunFailed(last_line(role.process.log))
-            said = f": {last_line(role.process.log)}" if code >= 0 else ""
-            self._again(role, f"{role.title} {told_exit(code)}{said}")
-        return None
+                raise RunFailed(last_line(role.log))
+            said = f": {last_line(role.log)}" if code >= 0 else ""
+            self._keeper.again(role, f"{role.title} {told_exit(code)}{said}")
+        return False
 
     def leave(self) -> None:
         """After the learner is done: the others see that in the bucket and go by themselves; what stays is stopped."""
@@ -127,43 +106,17 @@ class Supervisor:
           Whether the learner had ended by itself.
         """
         self.watchdog.stop()
-        processes = {role.name: role.process for role in self.roles if role.process is not None}
+        processes = self._keeper.processes
         learner = processes.get("learner")
         longer = {} if learner is None else {learner: self._config.local.stop_s}
         stop_all(list(processes.values()), _STOP_S, longer, at_once)
         return learner is None or learner.poll() in (EXIT_DONE, EXIT_RESUMABLE)
 
     def _running(self) -> bool:
-        return any(role.process is not None and role.process.poll() is None for role in self.roles)
+        return any(process.poll() is None for process in self._keeper.processes.values())
 
-    def _start(self, role: Role) -> None:
-        role.began = time.monotonic()
-        self.watchdog.begins(role.name)
-        try:
-            role.process = Process(role.argv, self.logs / f"{role.name}.log", role.env, role.cpus)
-        except OSError as error:  # no memory, no process number, no room for the log
-            self._again(role, f"{role.title} cannot be started: {error}")
-
-    def _again(self, role: Role, reason: str) -> None:
-        """Ends what there is of a role; it is started again in a while, or the run ends."""
-        if role.process is not None:
-            role.process.kill()
-        now = time.monotonic()
-        pause_s = role.restarts.ended(now - role.began, self.watchdog.steps)
-        if pause_s is None:
-            log_file = self.logs / f"{role.name}.log"
-            raise RunFailed(f"{reason} ({role.restarts.most} restarts in a row did not help; see {log_file})")
-        log.warning("%s; it is started again", reason)
-        role.process, role.start_at = None, now + pause_s
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log that says something (a traceback's last line names the error)."""
-    try:
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
-    return lines[-1] if lines else f"{path} is empty"
+    def _hangs(self, role: Role) -> str | None:
+        return None if role.process is None else self.watchdog.dead(role.name, role.process.pid)
 
 
 class Stop(threading.Event):

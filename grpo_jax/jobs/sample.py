@@ -13,7 +13,8 @@ from rich.text import Text
 from grpo_jax.config.plan import check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
-from grpo_jax.jobs.local import Supervisor, default_environment, last_line, stop_on_signals
+from grpo_jax.jobs.keeper import last_line
+from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
 from grpo_jax.learner.batch import trainable
 from grpo_jax.observability.printable import printable
 from grpo_jax.rollouts.sample import Group

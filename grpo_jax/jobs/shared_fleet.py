@@ -1,25 +1,21 @@
 """Generators of this machine that outlive a run: the runs of a sweep share them as far as they can."""
 
 import json
-import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_USAGE, RunFailed
 from grpo_jax.generator.process import told_exit
 from grpo_jax.generator.runs import in_fleet, sharing
-from grpo_jax.jobs.local import last_line
-from grpo_jax.jobs.processes import Process, is_stopped, role_command, stop_all
+from grpo_jax.jobs.keeper import Keeper, Role, last_line
+from grpo_jax.jobs.processes import is_stopped, role_command, stop_all
 from grpo_jax.jobs.restarts import Restarts
 from grpo_jax.jobs.watchdog import LOCAL_REPLICA
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket, BucketError, Limits
 from grpo_jax.storage.records import Record, RecordReader
-
-log = logging.getLogger(__name__)
 
 _STOP_S = 5.5
 _LOOK_S = 1.0
@@ -67,19 +63,6 @@ class Fleets:
             self._fleet = None
 
 
-@dataclass
-class _Agent:
-    number: int
-    argv: list[str]
-    log: Path
-    cpus: tuple[int, ...]
-    restarts: Restarts
-    heartbeat: RecordReader
-    process: Process | None = None
-    began: float = 0.0
-    start_at: float = 0.0
-
-
 class SharedFleet:
     """`generator.replicas` agents for several runs. They are watched as those of a single run are."""
 
@@ -95,23 +78,20 @@ class SharedFleet:
             words += ["--config", str(path)]
         bucket = Bucket(first.bucket, _LIMITS)
         self._learners = [RecordReader(bucket.child(config.run), layout.LEARNER_STATE) for config in configs]
-        self._hung_s, self._looked_at = first.local.hung_s, 0.0
+        self._hung_s, self._looked_at, self._looks = first.local.hung_s, 0.0, False
         self._serving = self._learners[0]
-        self._agents = [
-            _Agent(
-                i,
-                role_command("generator", *words, "--id", name, "--dir", str(place / str(i))),
-                place / f"generator-{i}.log",
-                first.local.generator_cpus[i] if i < len(first.local.generator_cpus) else (),
-                Restarts(first.local.restarts),
-                RecordReader(bucket, layout.replica(first.fleet_name, name)),
-            )
-            for i, name in enumerate(LOCAL_REPLICA.format(i) for i in range(first.generator.replicas))
-        ]
+        self._heartbeats: dict[str, RecordReader] = {}
+        roles = []
+        for i in range(first.generator.replicas):
+            name, id = f"generator-{i}", LOCAL_REPLICA.format(i)
+            argv = role_command("generator", *words, "--id", id, "--dir", str(place / str(i)))
+            cpus = first.local.generator_cpus[i] if i < len(first.local.generator_cpus) else ()
+            roles.append(Role(name, argv, place / f"{name}.log", Restarts(first.local.restarts), cpus=cpus))
+            self._heartbeats[name] = RecordReader(bucket, layout.replica(first.fleet_name, id))
+        self._keeper = Keeper(roles, self._hangs, self._steps)
 
     def start(self) -> None:
-        for agent in self._agents:
-            self._start(agent)
+        self._keeper.start()
 
     def serves(self, config: Config) -> None:
         """From now on this run is the one that goes on."""
@@ -119,62 +99,34 @@ class SharedFleet:
 
     def poll(self) -> None:
         """To be called often. RunFailed if an agent cannot be kept alive."""
-        now = time.monotonic()
-        looks = now - self._looked_at >= _LOOK_S
-        if looks:
-            self._looked_at = now
+        self._looks = time.monotonic() - self._looked_at >= _LOOK_S
+        if self._looks:
+            self._looked_at = time.monotonic()
             _look(self._serving)
-        for agent in self._agents:
-            if agent.process is None:
-                if now >= agent.start_at:
-                    self._start(agent)
-                continue
-            code = agent.process.poll()
-            if code is None:
-                if looks and (why := self._hangs(agent)) is not None:
-                    self._again(agent, why)
-                continue
-            agent.process.kill()  # what it may have left behind in its session
+        for role, code in self._keeper.ended():
             if code == EXIT_USAGE:
-                raise RunFailed(last_line(agent.log))
+                raise RunFailed(last_line(role.log))
             if code == EXIT_DONE:  # it has found the runs over
-                agent.process, agent.start_at = None, now + _AGAIN_S
-                continue
-            self._again(agent, f"{told_exit(code)}: {last_line(agent.log)}")
+                self._keeper.rest(role, _AGAIN_S)
+            else:
+                self._keeper.again(role, f"{role.title} {told_exit(code)}: {last_line(role.log)}")
 
     def stop(self) -> None:
-        stop_all([agent.process for agent in self._agents if agent.process is not None], _STOP_S)
-        for agent in self._agents:
-            agent.process, agent.start_at = None, float("inf")
+        stop_all(list(self._keeper.processes.values()), _STOP_S)
 
-    def _start(self, agent: _Agent) -> None:
-        agent.began = time.monotonic()
-        try:
-            agent.process = Process(agent.argv, agent.log, cpus=agent.cpus)
-        except OSError as error:  # no memory, no process number, no room for the log
-            self._again(agent, f"cannot be started: {error}")
-
-    def _hangs(self, agent: _Agent) -> str | None:
-        """Why an agent that lives is as good as dead."""
-        _look(agent.heartbeat)
-        assert agent.process is not None
-        silent_s = min(agent.heartbeat.silent_s(), time.monotonic() - agent.began)
+    def _hangs(self, role: Role) -> str | None:
+        if not self._looks or role.process is None:
+            return None
+        heartbeat = self._heartbeats[role.name]
+        _look(heartbeat)
+        silent_s = min(heartbeat.silent_s(), time.monotonic() - role.began)
         if silent_s < self._hung_s or self._serving.silent_s() > _ALIVE_S:
             return None
-        stopped = "a signal has stopped it" if is_stopped(agent.process.pid) else "it lives"
-        return f"hangs: {stopped}, and its heartbeat has not changed for {silent_s:.0f} s"
+        stopped = "a signal has stopped it" if is_stopped(role.process.pid) else "it lives"
+        return f"{stopped}, and its heartbeat has not changed for {silent_s:.0f} s"
 
-    def _again(self, agent: _Agent, reason: str) -> None:
-        if agent.process is not None:
-            agent.process.kill()
-        now = time.monotonic()
-        steps = sum(int((_look(reader) or {}).get("step", 0)) for reader in self._learners)
-        pause_s = agent.restarts.ended(now - agent.began, steps)
-        reason = f"generator-{agent.number} {reason}"
-        if pause_s is None:
-            raise RunFailed(f"{reason} ({agent.restarts.most} restarts in a row did not help; see {agent.log})")
-        log.warning("%s; it is started again", reason)
-        agent.process, agent.start_at = None, now + pause_s
+    def _steps(self) -> int:
+        return sum(int((_look(reader) or {}).get("step", 0)) for reader in self._learners)
 
 
 def _look(reader: RecordReader) -> Record | None:
