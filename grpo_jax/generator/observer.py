@@ -44,6 +44,10 @@ class Observer:
         """Why there is nothing more to be done for the run; a learner may take it back."""
 
     @property
+    def wants_anything(self) -> bool:
+        return self.wanted is not None and self.over is None
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the learner has last shown any sign of life, or since the start."""
         return min(self._learner.silent_s(), self._run.silent_s())

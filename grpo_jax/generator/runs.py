@@ -179,23 +179,22 @@ class Runs:
     def _take_up(self) -> None:
         """Runs come in the order in which they were given. One keeps its place until it is over.
 
-        Or until it has fallen silent while another waits.
+        Or until it has fallen silent while one that lives waits. A place that nobody else wants goes to a silent run,
+        too: its learner may be about to come back, and what it has published can be asked for.
         """
-        waiting = [run for run in self._runs if run not in self._serving and self._is_alive(run)]
         self._serving = [run for run in self._serving if run.observer.over is None]
-        for run in waiting:
+        waiting = [run for run in self._runs if run not in self._serving and run.observer.wants_anything]
+        for run in sorted(waiting, key=lambda run: not self._is_alive(run)):
             if len(self._serving) == self._at_once:
                 silent = next((other for other in self._serving if not self._is_alive(other)), None)
-                if silent is None:
+                if silent is None or not self._is_alive(run):
                     return
                 self._serving.remove(silent)
             log.info("serving %s from now on", run.name)
             self._serving.append(run)
 
     def _is_alive(self, run: ServedRun) -> bool:
-        """Whether it wants anything, and lives."""
-        observer = run.observer
-        return observer.wanted is not None and observer.over is None and observer.silent_s < self._silent_s
+        return run.observer.silent_s < self._silent_s
 
     def _end(self) -> str | None:
         ends = [run.observer.over for run in self._runs]

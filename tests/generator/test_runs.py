@@ -93,6 +93,14 @@ def test_a_run_that_has_fallen_silent_gives_up_its_place_and_comes_back(learners
     _beating(one, lambda: agent.heartbeat().get("proved") == [first])
 
 
+def test_a_silent_run_is_served_where_nobody_else_wants_its_place(learners: list[StandIn], start: Start) -> None:
+    one, two, _ = learners
+    first, second = one.start(), two.start()
+    agent = start(2, silent_s=0.5)  # by the time that the server is ready both have been silent for longer
+    agent.proved(first)
+    _beating(two, lambda: agent.heartbeat().get("proved") == [second])
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_be_served_keeps_no_other_from_its_place(learners: list[StandIn], start: Start) -> None:
     one, two, _ = learners
