@@ -327,7 +327,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _learner(arguments: argparse.Namespace) -> int:
     from grpo_jax.jobs.run import place
+    from grpo_jax.learner.heap import keep_heap_small
 
+    keep_heap_small()
     config = _role_config(arguments, "learner")
     if arguments.bucket and arguments.dir:
         run_dir = Path(arguments.dir).absolute()
