@@ -35,6 +35,7 @@ from experiments.chaos.ordeal import Ordeal, Outcome
 from experiments.chaos.parts import PARTS
 
 _EVERY_S = {"reference": 12.0, "vllm": 30.0}
+_WINDOW_S = {"reference": 5.0, "vllm": 20.0}
 _FIRST_STEPS = {"reference": 12, "vllm": 8}
 _LONGEST_RUN_S, _FEWEST_STEPS = 900.0, 6
 _RECOVERY_S = 60.0
@@ -55,7 +56,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="where the runs are left (default: a folder that is deleted)")
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     arguments = parser.parse_args()
-    growth = Growth()
+    growth = Growth(_WINDOW_S[arguments.engine])
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="grpo_jax-chaos-") as name:
         outcomes = _runs(arguments, Path(arguments.dir or name).absolute(), growth)

@@ -1,4 +1,7 @@
-"""Whether memory, descriptors or files grow: slopes over the lives of the parts, after their warm-up."""
+"""Whether memory, descriptors or files grow: slopes over the lives of the parts, after their warm-up.
+
+Of the floor: a step's buffers come and go, so what counts is the least that a part held in each window of time.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -9,14 +12,16 @@ from experiments.chaos.parts import Held
 
 WARM_UP_S = 60.0
 """Of a life, which loads and compiles."""
-_FEWEST = 5
-_SHORTEST_S = 20.0
+_FEWEST = 3
+"""Windows of a life that say anything about it."""
 
 
 @dataclass
 class Growth:
     """Samples by (part, pid): seconds since the life was first seen, and what it held."""
 
+    window_s: float
+    """At least as long as a step."""
     lives: dict[tuple[str, int], list[tuple[float, Held]]] = field(default_factory=lambda: defaultdict(list))
     _began: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -39,18 +44,18 @@ class Growth:
         """
         products: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         for (part, _), samples in self.lives.items():
-            t, y = _settled(samples, what)
-            if len(t) >= _FEWEST and t[-1] - t[0] >= _SHORTEST_S:
+            t, y = self._floor(samples, what)
+            if len(t) >= _FEWEST:
                 centred = t - t.mean()
                 products[part] += centred @ (y - y.mean()), centred @ centred
         return {part: float(60 * xy / xx) for part, (xy, xx) in sorted(products.items())}
 
     def watched_s(self) -> dict[str, float]:
-        """Seconds of the lives of each part after their warm-up, all together."""
+        """Seconds of the lives of each part that its slope is of, all together."""
         found: dict[str, float] = defaultdict(float)
         for (part, _), samples in self.lives.items():
-            t, _ = _settled(samples, "rss")
-            found[part] += t[-1] - t[0] if len(t) else 0.0
+            windows = len(self._floor(samples, "rss")[0])
+            found[part] += self.window_s * windows if windows >= _FEWEST else 0.0
         return dict(found)
 
     def means(self, what: str) -> dict[str, float]:
@@ -58,6 +63,14 @@ class Growth:
         for (part, _), samples in self.lives.items():
             found[part].append(_settled(samples, what)[1])
         return {part: float(np.concatenate(values).mean()) for part, values in found.items() if sum(map(len, values))}
+
+    def _floor(self, samples: list[tuple[float, Held]], what: str) -> tuple[np.ndarray, np.ndarray]:
+        """Of each whole window of a life after its warm-up: seconds, and the least that was held."""
+        t, y = _settled(samples, what)
+        number = ((t - t[0]) // self.window_s).astype(int) if len(t) else t.astype(int)
+        whole = range(number[-1]) if len(t) else range(0)
+        filled = [i for i in whole if np.any(number == i)]
+        return np.array([self.window_s * i for i in filled]), np.array([y[number == i].min() for i in filled])
 
 
 def _settled(samples: list[tuple[float, Held]], what: str) -> tuple[np.ndarray, np.ndarray]:

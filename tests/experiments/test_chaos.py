@@ -12,6 +12,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.chaos.growth import WARM_UP_S, Growth
@@ -149,13 +150,24 @@ def test_a_batch_of_a_life_that_was_given_up_is_not_trained_twice(run: Run) -> N
 
 
 def test_growth_is_the_slope_within_lives_and_not_between_them() -> None:
-    growth = Growth()
+    growth = Growth(window_s=10.0)
     for life, offset in enumerate((100, 5000, 900)):
         for t in range(0, 200, 2):
             warm = 300 if t < WARM_UP_S else 0
             growth.note("learner", life, Held(offset + 2 * t + warm, 7, 3), now=1000.0 * life + t)
     assert growth.slopes("rss")["learner"] == pytest.approx(120.0)
     assert growth.slopes("descriptors")["learner"] == pytest.approx(0.0)
+    assert growth.watched_s()["learner"] == pytest.approx(3 * 90.0)
+
+
+def test_what_comes_and_goes_within_a_step_is_no_growth() -> None:
+    growth = Growth(window_s=20.0)
+    rng = np.random.default_rng(0)
+    for t in range(400):
+        in_a_step = 600 * rng.random() if t % 7 else 0
+        growth.note("learner", 1, Held(int(1000 + in_a_step), 7, 3), now=float(t))
+    growth.note("proxy", 2, Held(9, 7, 3), now=0.0)
+    assert growth.slopes("rss") == {"learner": pytest.approx(0.0)}
 
 
 class _Slow(BaseHTTPRequestHandler):
