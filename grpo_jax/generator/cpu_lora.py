@@ -1,5 +1,5 @@
-"""Two changes to vLLM's CPU backend: a LoRA layer with one pair of matrix products per adapter in a batch, and blocks
-of 16 tokens.
+"""Three changes to vLLM's CPU backend: a LoRA layer with one pair of matrix products per adapter in a batch, blocks of
+16 tokens, and an engine that is forked.
 
 The stock layer gathers a copy of A and B for every token, in float32, and multiplies token by token; it also indexes
 the slots with -1 for tokens without an adapter, so that those get the adapter of the last slot. Here the tokens of each
@@ -8,11 +8,16 @@ adapter are multiplied at once (a batch of one adapter needs no gathering), and 
 The attention kernel has a path for blocks of 16, but the backend declares multiples of 32 only. Prompts share whole
 blocks: at 26 tokens, blocks of 32 share nothing and every sample of a group computes its prompt again.
 
+The engine is a child of the API server, and the backend has it spawned: it imports again what the server has just
+imported, which is a third of a start. Forked, as vLLM does it by default elsewhere, it has all of it. What a fork does
+not survive, a team of OpenMP threads, the API server does not have at that time: it computes nothing.
+
 This depends on vLLM's internals, so it is installed only into versions it was tested with. Imported only inside vLLM's
 processes.
 """
 
 import logging
+import os
 from typing import Any
 
 import vllm
@@ -72,10 +77,10 @@ class GroupedPunicaWrapperCPU(PunicaWrapperCPU):
 
 
 def install() -> bool:
-    """Makes both changes; returns whether it did. An untested version keeps its own ways, and warns."""
+    """Makes all of them; returns whether it did. An untested version keeps its own ways, and warns."""
     if vllm.__version__ not in TESTED_VERSIONS:
         log.warning(
-            "vLLM %s keeps its own LoRA layer and block sizes: ours are tested with %s",
+            "vLLM %s keeps its own LoRA layer, block sizes and way to start its engine: ours are tested with %s",
             vllm.__version__,
             set(TESTED_VERSIONS),
         )
@@ -85,4 +90,11 @@ def install() -> bool:
     platform.get_punica_wrapper = classmethod(lambda cls: name)
     attention: Any = CPUAttentionBackend
     attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    configure = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        configure(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # it has just been set to spawn
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
     return True

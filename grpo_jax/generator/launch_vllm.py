@@ -1,15 +1,16 @@
 """`python -m grpo_jax.generator.launch_vllm …`: vLLM's OpenAI server, tied to the life of the agent.
 
-vLLM computes in child processes that it spawns, and `multiprocessing` imports the main module again in each of them,
-under the name `__mp_main__`. So what stands at the end of this file runs in every process of the server, before any of
-vLLM does: each of them dies with its parent and has our plugin, whether this package is installed or not.
+vLLM computes in child processes. Each of them dies with its parent and has our plugin, whether this package is
+installed or not: a forked one has what its parent has, but for the request to die with it, which it makes by itself. In
+a spawned one `multiprocessing` imports the main module again, under the name `__mp_main__`, so that what stands at the
+end of this file runs there before any of vLLM does.
 """
 
 import multiprocessing
 import runpy
 import warnings
 
-from grpo_jax.generator.lifeline import die_with_parent, parent_pid_from_environment
+from grpo_jax.generator.lifeline import die_with_parent, let_forked_die_too, parent_pid_from_environment
 from grpo_jax.generator.plugin import register
 
 
@@ -26,5 +27,6 @@ if __name__ == "__mp_main__":
     register()
 elif __name__ == "__main__":
     die_with_parent(parent_pid_from_environment())
+    let_forked_die_too()
     register()
     serve()

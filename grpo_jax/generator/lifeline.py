@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 PARENT_PID = "GRPO_JAX_PARENT_PID"
 """Environment variable by which a starter names itself, so that a start during its death is noticed."""
@@ -15,7 +16,8 @@ def die_with_parent(parent_pid: int | None) -> None:
     """Asks Linux to SIGKILL this process when the thread that started it ends; does nothing on other systems.
 
     The thread, not the process: whoever starts this must do so from a thread that lives as long as it does, in practice
-    the main one. The request is forgotten at `fork`, so every process of a tree makes its own.
+    the main one. The request is forgotten at `fork`, so every process of a tree makes its own: see
+    `let_forked_die_too`.
 
     Args:
         parent_pid: the starter. If it is gone already, the signal will never come, and this process ends at once.
@@ -25,6 +27,24 @@ def die_with_parent(parent_pid: int | None) -> None:
     _ask_for(signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def let_forked_die_too() -> None:
+    """Has every process that is forked from the main thread, from now on, die with the one that forked it.
+
+    A child of another thread would die with that thread, so it is left alone; so is what `subprocess` starts.
+    """
+    forker: int | None = None
+
+    def note() -> None:
+        nonlocal forker
+        forker = os.getpid() if threading.current_thread() is threading.main_thread() else None
+
+    def follow() -> None:
+        if forker is not None:
+            die_with_parent(forker)
+
+    os.register_at_fork(before=note, after_in_child=follow)
 
 
 def wake_with_parent() -> None:

@@ -186,7 +186,7 @@ def _environment(
         "VLLM_NO_USAGE_STATS": "1",
         # The model is a directory: nothing is to be asked of the Hub.
         "HF_HUB_OFFLINE": "1",
-        # The launcher reaches vLLM's child processes through `spawn` only.
+        # What GPUs and threads survive in any case. The CPU backend forks all the same (see `cpu_lora`).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "PYTHONPATH": package_path(environ),
     }

@@ -20,7 +20,7 @@ from grpo_jax.generator.lifeline import PARENT_PID
 from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line
 from grpo_jax.generator.supervisor import Supervisor
 from grpo_jax.generator.vllm import Command
-from tests.generator.agents import alive
+from tests.generator.agents import alive, wait_until_gone
 from tests.generator.settings import make_config
 
 # Starts a child, prints both pids, and (with "deaf") listens to no SIGTERM.
@@ -73,6 +73,40 @@ def test_the_death_of_a_starter_is_noticed_even_before_the_server_asks_for_it():
     )
     assert run.returncode == -signal.SIGKILL
     assert run.stdout == ""
+
+
+_FORKS = """
+import os, sys, threading, time
+from grpo_jax.generator.lifeline import let_forked_die_too
+
+def fork(name, *names):
+    if os.fork() == 0:
+        os.write(1, f"{name} {os.getpid()}\\n".encode())
+        if names:
+            fork(*names)
+        time.sleep(300)
+
+let_forked_die_too()
+thread = threading.Thread(target=fork, args=("of a thread",))
+thread.start()
+thread.join()
+fork("child", "grandchild")
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
+def test_what_is_forked_from_the_main_thread_dies_with_its_parent_and_no_earlier():
+    with subprocess.Popen([sys.executable, "-c", _FORKS], stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline().rpartition(" ") for _ in range(3)]
+        pids = {name: int(pid) for name, _, pid in lines}
+        try:
+            assert all(map(alive, pids.values())), "the thread has ended, the main one has not"
+            process.kill()
+            wait_until_gone([pids["child"], pids["grandchild"]])
+            assert alive(pids["of a thread"])
+        finally:
+            os.kill(pids["of a thread"], signal.SIGKILL)
 
 
 def test_free_ports_are_free_and_taken_ones_are_not():
