@@ -294,14 +294,17 @@ async def _until_busy(url: str, policy: str) -> None:
 
 def test_sigkill_of_an_agent_takes_vllm_and_its_engine_along(smollm2_dir, tmp_path):
     agent = AgentProcess(make_config(tmp_path / "bucket", smollm2_dir, generator={"engine": "vllm"}), "r0", tmp_path)
-    deadline = time.monotonic() + 120
-    while not (engine := [pid for pid in agent.server_pids() if "EngineCore" in _command_line(pid)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    everything = agent.server_pids()
-    assert len(everything) > len(engine)
-    agent.signal(signal.SIGKILL)
-    wait_until_gone(everything)
+    try:
+        deadline = time.monotonic() + 120
+        while not (engine := [pid for pid in agent.server_pids() if "EngineCore" in _command_line(pid)]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        everything = agent.server_pids()
+        assert len(everything) > len(engine)
+        agent.signal(signal.SIGKILL)
+        wait_until_gone(everything)
+    finally:
+        agent.end()
 
 
 def _command_line(pid: int) -> str:
