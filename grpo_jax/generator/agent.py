@@ -145,6 +145,7 @@ class _Agent:
     async def _reconcile(self, supervisor: Supervisor) -> None:
         while True:
             busy = False
+            self._runs.asked.clear()
             if self._life != supervisor.life:
                 self._runs.forget_server()
                 self._life = supervisor.life
@@ -156,7 +157,7 @@ class _Agent:
                 log.info("the server does not answer: %r", error)
                 await asyncio.sleep(_TICK_S)
             if not busy:
-                await asyncio.sleep(_TICK_S)
+                await _set_within(self._runs.asked, _TICK_S)
 
     async def _measure(self, supervisor: Supervisor) -> None:
         while True:

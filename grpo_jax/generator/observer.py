@@ -18,6 +18,8 @@ _FINAL = ("finished", "failed")
 _STALE_END_S = 30.0
 _LOOK_S = 1.0
 _LOOKS_AWAY_PER_S = 2.0
+# Between two looks at the pointer of a local bucket; a mount that takes its time is asked less often.
+_SOONEST_S, _LATEST_S, _SHARE_OF_TIME = 0.02, 0.05, 0.1
 
 
 class Observer:
@@ -27,16 +29,20 @@ class Observer:
     a second: some mounts remember an absence.
     """
 
-    def __init__(self, run: Bucket, of: int = 1):
-        """`of`: so many runs are looked at from here: the more, the less often those that have nothing to say."""
+    def __init__(self, run: Bucket, of: int = 1, changed: asyncio.Event | None = None):
+        """
+        Args:
+            of: so many runs are looked at from here: the more, the less often those that have nothing to say.
+            changed: set whenever another set of policies is wanted.
+        """
         self._run = RecordReader(run, layout.RUN)
         self._policy = RecordReader(run, layout.POLICY)
         self._learner = RecordReader(run, layout.LEARNER_STATE)
-        self._slow_s = 0.5 if run.is_local else 1.0
-        self._fast_s = 0.05 if run.is_local else 1.0
+        self._is_local = run.is_local
         self._away_s = _LOOK_S if run.is_local else max(_LOOK_S, of / _LOOKS_AWAY_PER_S)
         self._first_stamp: tuple[int, int] | None = None
         self._troubled = False
+        self._changed = changed or asyncio.Event()
         self.base_digest: str | None = None
         """Of the run, once `run.json` is there."""
         self.wanted: Wanted | None = None
@@ -68,10 +74,21 @@ class Observer:
     async def _watch_policy(self) -> None:
         """About a second of looking at the pointer alone: that one is wanted fast."""
         until = time.monotonic() + _LOOK_S
-        while time.monotonic() < until:
+        while (began := time.monotonic()) < until:
             if (policy := await self._read(self._policy)) is not None and Wanted.is_in(policy):
-                self.wanted = Wanted.of(policy)
-            await asyncio.sleep(self._slow_s if self.wanted is None else self._fast_s)
+                self._want(Wanted.of(policy))
+            await asyncio.sleep(self._pause_s(time.monotonic() - began))
+
+    def _pause_s(self, took_s: float) -> float:
+        """After a look that took `took_s`."""
+        if not self._is_local:
+            return _LOOK_S
+        return 0.5 if self.wanted is None else min(_LATEST_S, max(_SOONEST_S, took_s / _SHARE_OF_TIME))
+
+    def _want(self, wanted: Wanted) -> None:
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self._changed.set()
 
     def _end(self, run: Record) -> str | None:
         stamp = (run["incarnation"], run["seq"])

@@ -71,11 +71,16 @@ def sharing(configs: Sequence[Config], more: Sequence[str] = ()) -> list[list[Co
 class ServedRun:
     """One run on this replica."""
 
-    def __init__(self, config: Config, adapters: Path, of: int, changed: asyncio.Event):
-        """`of`: so many runs are looked at from here, and those that have nothing to do must not cost much."""
+    def __init__(self, config: Config, adapters: Path, of: int, asked: asyncio.Event, changed: asyncio.Event):
+        """
+        Args:
+            of: so many runs are looked at from here, and those that have nothing to do must not cost much.
+            asked: set whenever the run wants something else.
+            changed: see `Policies`.
+        """
         run = Bucket(config.bucket).child(config.run)
         self.name = config.run
-        self.observer = Observer(run, of)
+        self.observer = Observer(run, of, asked)
         self.policies = Policies(
             LocalCopies(run, run_folder(adapters, config.run)),
             config.run,
@@ -104,9 +109,11 @@ class Runs:
         """`configs` agree (see `require_agreement`)."""
         fleet = configs[0].fleet
         self._at_once, self._silent_s, self._idle_exit_s = fleet.runs_at_once, fleet.silent_s, fleet.idle_exit_s
+        self.asked = asyncio.Event()
+        """Set whenever a run wants other policies than before."""
         self.changed = asyncio.Event()
         """Set whenever something was proved, refused or unloaded."""
-        self._runs = [ServedRun(config, adapters, len(configs), self.changed) for config in configs]
+        self._runs = [ServedRun(config, adapters, len(configs), self.asked, self.changed) for config in configs]
         self._serving: list[ServedRun] = []
 
     @property

@@ -29,6 +29,8 @@ from grpo_jax.storage.records import RecordReader
 log = logging.getLogger(__name__)
 
 HEARTBEAT_POLL_S, _REMOTE_POLL_S = 0.1, 0.5
+# A few replicas on a local bucket are read in a moment, and what was just proved is routed to the sooner.
+_SOONEST_POLL_S, _SHARE_OF_TIME = 0.02, 0.05
 STATIC_POLL_S = 1.0
 # Some mounts remember an absence: what is not there yet is not asked for more often.
 _ABSENT_POLL_S = 1.0
@@ -99,13 +101,20 @@ class Fleet:
 
     def _watch_bucket(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.is_set():
+            began = time.monotonic()
             # The window after the heartbeats: then it holds all that these can name.
             sightings, wanted, over = self._heartbeats.poll(), self._read_policy(), self._run_end.over()
             try:
                 loop.call_soon_threadsafe(self._apply, sightings, wanted, self._heartbeats.listed, over)
             except RuntimeError:  # the loop has been closed
                 return
-            self._stop.wait(HEARTBEAT_POLL_S if self._is_local else _REMOTE_POLL_S)
+            self._stop.wait(self._pause_s(time.monotonic() - began))
+
+    def _pause_s(self, took_s: float) -> float:
+        """After a reading of the whole fleet that took `took_s`."""
+        if not self._is_local:
+            return _REMOTE_POLL_S
+        return min(HEARTBEAT_POLL_S, max(_SOONEST_POLL_S, took_s / _SHARE_OF_TIME))
 
     def _read_policy(self) -> Wanted | None:
         """The newest that is known. A bucket that fails is one that has nothing new."""

@@ -32,6 +32,7 @@ def _polls(_frequent_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as a server that computes on the same core can bear."""
     monkeypatch.setattr("grpo_jax.proxy.fleet.STATIC_POLL_S", 0.2)
     monkeypatch.setattr("grpo_jax.proxy.fleet.HEARTBEAT_POLL_S", 0.2)
+    monkeypatch.setattr("grpo_jax.proxy.fleet._SOONEST_POLL_S", 0.2)
 
 
 async def eventually(condition: Callable[[], Any], what: str) -> None:
