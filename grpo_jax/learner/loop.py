@@ -113,29 +113,28 @@ class Learner:
         finished = time.time()
         if not all(trained.finite):
             log.warning("step %d: the gradient is not finite; the update is left out", step)
-        parts.metrics.append(
-            {
-                "step": step,
-                "learning_rate": rate,
-                **of_groups,
-                **update_metrics(trained, config, parts.trainer, computed - batch_ready, finished - started),
-                "policy/version": float(-(-life.step // config.sync_every)),
-                "perf/step_s": finished - started,
-                "perf/rollout_wait_s": batch_ready - started,
-                "perf/fwd_bwd_s": computed - batch_ready,
-                "perf/publish_stall_s": stall,
-                "sample/rollout_queue_size": float(queue),
-                "sample/dropped_stale_total": float(sum(r == "stale" for r in record["drops"].values())),
-                "sample/dropped_total": float(len(record["drops"])),
-                "sample/quarantined_total": float(record["quarantined"]),
-                "policy/skipped_total": float(parts.publisher.skipped),
-                **life.surroundings.metrics(parts.publisher, finished),
-                "time/started": started,
-                "time/batch_ready": batch_ready,
-                "time/computed": computed,
-                "time/finished": finished,
-            }
-        )
+        line = {
+            "step": step,
+            "learning_rate": rate,
+            **of_groups,
+            **update_metrics(trained, config, parts.trainer, computed - batch_ready, finished - started),
+            "policy/version": float(-(-life.step // config.sync_every)),
+            "perf/step_s": finished - started,
+            "perf/rollout_wait_s": batch_ready - started,
+            "perf/fwd_bwd_s": computed - batch_ready,
+            "perf/publish_stall_s": stall,
+            "sample/rollout_queue_size": float(queue),
+            "sample/dropped_stale_total": float(sum(r == "stale" for r in record["drops"].values())),
+            "sample/dropped_total": float(len(record["drops"])),
+            "sample/quarantined_total": float(record["quarantined"]),
+            "policy/skipped_total": float(parts.publisher.skipped),
+            **life.surroundings.metrics(parts.publisher, finished),
+            "time/started": started,
+            "time/batch_ready": batch_ready,
+            "time/computed": computed,
+            "time/finished": finished,
+        }
+        life.persist("writing the metrics", lambda: parts.metrics.append(line))
         show_evaluations(life, parts)
         if not self._over:  # the last checkpoint is `finish`'s
             life.activity.set("saving")

@@ -96,6 +96,7 @@ class MetricsLog:
         Raises:
           ValueError: `step` is not later than that of the last line.
           TypeError: a value is neither a number nor a text.
+          OSError: the disk did not take the line. It may be appended again.
         """
         clean = {key: value for key, value in ((k, _plain(k, v)) for k, v in record.items()) if value is not None}
         step = clean.get("step")
@@ -103,9 +104,20 @@ class MetricsLog:
             raise ValueError(f"a metrics record for step {step!r} after step {self._last}")
         if self._sinks is not None:
             clean["logging/failures_total"] = float(self._sinks.failures)
-            self._sinks.log(clean)
-        self._file.write(_line(clean))
+        self._write(_line(clean))
         self._last = step
+        if self._sinks is not None:
+            self._sinks.log(clean)
+
+    def _write(self, line: bytes) -> None:
+        """All of a line or, on a disk that is full, nothing."""
+        size, rest = os.fstat(self._file.fileno()).st_size, memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), size)
+            raise
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Hands a record that is kept elsewhere, and may be of any step, to the sinks alone."""

@@ -1,11 +1,12 @@
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from grpo_jax.observability.metrics import Mean, MetricsLog, MetricsTail, read_metrics, segment_key
+from grpo_jax.observability.metrics import FILE, Mean, MetricsLog, MetricsTail, read_metrics, segment_key
 from grpo_jax.storage.bucket import Bucket
 
 
@@ -60,6 +61,27 @@ class TestAppend:
         log.append({"step": 4})
         with pytest.raises(ValueError, match="after step 4"):
             log.append({"step": step})
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the size of files")
+    def test_a_line_that_a_full_disk_did_not_take_can_be_appended_again(self, tmp_path: Path, root: Bucket) -> None:
+        import resource
+
+        log = MetricsLog(tmp_path, root)
+        log.append({"step": 0})
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A part of the line fits.
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 7, hard)
+        )  # a part of the line fits
+        try:
+            for _ in range(2):
+                with pytest.raises(OSError, match="too large"):
+                    log.append({"step": 1})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert (tmp_path / FILE).read_text() == '{"step": 0}\n'
+        log.append({"step": 1})
+        assert steps_of(tmp_path) == [0, 1]
 
     def test_an_array_is_no_metric(self, tmp_path: Path, root: Bucket) -> None:
         with pytest.raises(TypeError, match="'curve'"):
