@@ -1,7 +1,9 @@
 """The progress of `grpo-jax run`: a few lines that stay in place on a terminal, one line per step anywhere else."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -17,11 +19,14 @@ from grpo_jax.observability.rundata import run_name
 from grpo_jax.observability.snapshot import Observer, Snapshot
 from grpo_jax.storage.bucket import Bucket
 
+log = logging.getLogger(__name__)
+
 _RECORDS_EVERY_S = 1.0  # their writers are no faster
 
 
 class RunProgress:
-    """Use as a context manager and call `update` about four times a second; it never raises for what it reads.
+    """Use as a context manager and call `update` about four times a second; it never raises for what it reads, nor for
+    what it cannot show.
 
     Enter it before the roles are started: what an earlier life has left in the bucket is then not mistaken for theirs.
     """
@@ -35,13 +40,15 @@ class RunProgress:
         self._console = console or Console()
         self._live: Live | None = None
         self._said: list[str] = []
+        self._lost = False
         self._records_at = float("-inf")
 
     def __enter__(self) -> "RunProgress":
         self._observer = Observer(*self._source)
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
+            with self._unless_lost():
+                self._live.start()
         return self
 
     def __exit__(
@@ -50,7 +57,20 @@ class RunProgress:
         self._records_at = float("-inf")  # the last look is a full one
         self.update()
         if self._live is not None:
-            self._live.stop()
+            with self._unless_lost():
+                self._live.stop()
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """A disk that is full or a terminal that is gone is no reason to end a run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._lost:
+                log.warning("the progress cannot be shown: %s", error)
+            self._lost = True
+        else:
+            self._lost = False
 
     def update(self, stuck: Sequence[str] = ()) -> None:
         """`stuck`: who waits for whom where the run does not get on; for a terminal, others find it in the log."""
@@ -59,6 +79,10 @@ class RunProgress:
         if records:
             self._records_at = now
         snapshot = self._observer.snapshot(records)
+        with self._unless_lost():
+            self._show(snapshot, stuck)
+
+    def _show(self, snapshot: Snapshot, stuck: Sequence[str]) -> None:
         if self._live is not None:
             self._live.update(panel(self._name, snapshot, stuck), refresh=True)
             return

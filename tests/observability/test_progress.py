@@ -60,6 +60,24 @@ def test_what_was_not_recorded_is_left_out(root: Bucket, tmp_path: Path) -> None
     assert "step 1/3  reward 1.00" in written(console)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_full_disk_behind_the_output_ends_no_run(
+    root: Bucket, tmp_path: Path, terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = root.child(synthetic.RUN)
+    # Unbuffered, so that closing it writes nothing more.
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True) as full:
+        console = Console(file=full, width=60, force_terminal=terminal)
+        with RunProgress(run, tmp_path, 25, console=console) as shows:
+            log = MetricsLog(tmp_path, run)
+            for step in range(3):
+                log.append(synthetic.record(step))
+                shows.update()
+    said = {record.getMessage() for record in caplog.records if "progress" in record.name}
+    assert said == {"the progress cannot be shown: [Errno 28] No space left on device"}
+
+
 def test_steps_of_an_earlier_life_are_not_told_again(root: Bucket, tmp_path: Path) -> None:
     run, console = root.child(synthetic.RUN), plain()
     synthetic.write_metrics(run, tmp_path, 6)
