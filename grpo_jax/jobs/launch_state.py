@@ -12,7 +12,7 @@ from grpo_jax.config.schema import Config
 from grpo_jax.jobs.launch_spec import Launch
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import Record, RecordReader, RecordWriter
+from grpo_jax.storage.records import Record, RecordReader, RecordWriter, incarnation_after
 
 BEAT_S = 5.0
 _SILENT_S = 4 * BEAT_S
@@ -89,8 +89,7 @@ class LaunchState:
     def _writer(self, name: str) -> RecordWriter:
         """A life later than any before, whatever the clocks of other machines say."""
         before = self._readers[name].read()
-        incarnation = max(int(time.time() * 1000), before["incarnation"] + 1 if before else 0)
-        return RecordWriter(self._place, _key(name), incarnation)
+        return RecordWriter(self._place, _key(name), incarnation_after(before["incarnation"] if before else 0))
 
 
 def _key(name: str) -> str:

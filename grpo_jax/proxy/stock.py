@@ -21,7 +21,7 @@ from grpo_jax.proxy.routing import Router
 from grpo_jax.rollouts.threads import in_daemon_thread
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import Record, RecordWriter
+from grpo_jax.storage.records import Record, RecordWriter, next_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class StockServer:
         self._id, self._url, self._config, self._client = id, url, config, client
         self._router, self._wanted = router, wanted
         self._bucket, self._key = Bucket(config.bucket), layout.replica(config.fleet_name, id)
-        self._writer = RecordWriter(self._bucket, self._key, int(time.time() * 1000))
+        self._writer: RecordWriter | None = None
         self._policies = Policies(
             source, config.run, dtype=config.model.dtype, slots=config.slots, reproof_s=config.fleet.reproof_s
         )
@@ -157,11 +157,16 @@ class StockServer:
     async def _beat(self, leaving: asyncio.Event) -> None:
         while not leaving.is_set():
             try:
-                await in_daemon_thread(self._writer.write, self.record())
+                await in_daemon_thread(self._write, self.record())
             except Exception as error:  # every kind of bucket raises errors of its own
                 log.warning("fleet: the heartbeat of %s cannot be written: %r", self._id, error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(leaving.wait(), _HEARTBEAT_S)
+
+    def _write(self, record: Record) -> None:
+        if self._writer is None:
+            self._writer = RecordWriter(self._bucket, self._key, next_incarnation(self._bucket, self._key))
+        self._writer.write(record)
 
     async def _remove_heartbeat(self) -> None:
         try:

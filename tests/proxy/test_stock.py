@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from grpo_jax.generator.process import free_port
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import RecordReader
+from grpo_jax.storage.records import RecordReader, RecordWriter
 from tests.generator.injections import edited, renamed
 from tests.generator.settings import LORA
 from tests.generator.settings import make_config as agent_config
@@ -114,6 +115,12 @@ async def test_a_mounted_bucket_is_reconciled_proved_and_acknowledged(learner, s
     v1, v2 = (learner.publish(version, tree) for version, tree in trees.items())
     learner.point(v2, v1, v0)
     stock.start(models[0])
+    # What a proxy left there whose clock has been set back by an hour since.
+    bucket, key = Bucket(learner.root), layout.replica(FLEET, stock.id)
+    earlier = RecordWriter(bucket, key, int((time.time() + 3600) * 1000))
+    earlier.write({"id": stock.id, "url": stock.url, "state": "ready", "proved": [], "loaded": []})
+    reader = RecordReader(bucket, key)
+    assert reader.read() is not None
     async with _harness(learner, stock.url, mount=learner.root, reproof_s=0.2) as h:
         await eventually(lambda: _proved(h) == {v0, v1, v2}, "the window is proved")
         tokens = learner.tokens.tolist()
@@ -122,7 +129,6 @@ async def test_a_mounted_bucket_is_reconciled_proved_and_acknowledged(learner, s
         assert (await h.get("/v1/policy"))[1] == {"policy": v2, "version": 2, "replica": stock.id}
         row = await _row(h)
         assert (row["source"], row["state"], row["error"], row["quarantined"]) == ("static", "ready", None, {})
-        reader = RecordReader(h.bucket, layout.replica(FLEET, stock.id))
 
         def heartbeat(field: str) -> Any:
             record = reader.read()
