@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.heap import keep_heap_small
 
 if TYPE_CHECKING:
     from grpo_jax.config.schema import Config
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.overrides += rest
     # Tasks and rewards are named by import path; the directory of the command is where users keep them.
     sys.path.insert(0, os.getcwd())
+    keep_heap_small()
     try:
         return arguments.command(arguments)
     except (UsageError, RunFailed) as error:
@@ -327,9 +329,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _learner(arguments: argparse.Namespace) -> int:
     from grpo_jax.jobs.run import place
-    from grpo_jax.learner.heap import keep_heap_small
 
-    keep_heap_small()
     config = _role_config(arguments, "learner")
     if arguments.bucket and arguments.dir:
         run_dir = Path(arguments.dir).absolute()

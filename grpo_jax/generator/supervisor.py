@@ -11,6 +11,7 @@ import aiohttp
 from grpo_jax.errors import RunFailed
 from grpo_jax.generator.client import EngineClient
 from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line, told_exit
+from grpo_jax.generator.stoppage import Stoppage, family
 from grpo_jax.generator.vllm import Command
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 _FAILED_STARTS = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _HEALTH_POLL_S = 0.2
-_WATCH_S = 5.0
+_WATCH_S = 2.0
 # So long a server may leave its health unanswered before anybody is told.
 _TOLD_S = 15.0
 
@@ -95,13 +96,15 @@ class Supervisor:
         log.info("started the server on port %d (pid %d, log %s)", self.port, process.pid, self._log_file)
         host = f"[{self._local_host}]" if ":" in self._local_host else self._local_host
         client = EngineClient(self._session, f"http://{host}:{self.port}")
-        started = time.monotonic()
+        started, stoppage = time.monotonic(), Stoppage()
         exited = asyncio.create_task(process.wait())
         try:
             while not await client.healthy():
                 await asyncio.wait({exited}, timeout=_HEALTH_POLL_S)
                 if exited.done():
                     return f"{told_exit(exited.result())} while it started"
+                if (why := stoppage.reason(family(process.pid), self._hung_s)) is not None:
+                    return f"does not get ready: {why}"
                 if time.monotonic() - started > self._start_timeout_s:
                     raise RunFailed(
                         f"the server was not ready after {self._start_timeout_s:.0f} s (generator.start_timeout_s); "
@@ -117,13 +120,16 @@ class Supervisor:
     async def _until_dead(self) -> str:
         assert self.client is not None
         assert self._process is not None
-        answered = time.monotonic()
+        answered, stoppage = time.monotonic(), Stoppage()
         exited = asyncio.create_task(self._process.wait())
         try:
             while True:
                 await asyncio.wait({exited}, timeout=min(_WATCH_S, self._hung_s / 4))
                 if exited.done():
                     return told_exit(exited.result())
+                # Its engine may be a process of its own, without which it answers all the same.
+                if (why := stoppage.reason(family(self._process.pid), self._hung_s)) is not None:
+                    return f"does nothing any more: {why}"
                 if await self.client.healthy():
                     answered, self.error = time.monotonic(), None
                     continue

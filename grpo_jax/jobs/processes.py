@@ -91,16 +91,6 @@ def stop_all(
             time.sleep(0.05)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) has stopped a process and nothing has continued it. False where there is no /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state == b"T"
-
-
 def role_command(role: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "grpo_jax.cli", role, *arguments]
 

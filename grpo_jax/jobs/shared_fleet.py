@@ -9,8 +9,9 @@ from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_USAGE, RunFailed
 from grpo_jax.generator.process import told_exit
 from grpo_jax.generator.runs import in_fleet, sharing
+from grpo_jax.generator.stoppage import Stoppage
 from grpo_jax.jobs.keeper import Keeper, Role, last_line
-from grpo_jax.jobs.processes import is_stopped, role_command, stop_all
+from grpo_jax.jobs.processes import role_command, stop_all
 from grpo_jax.jobs.restarts import Restarts
 from grpo_jax.jobs.watchdog import LOCAL_REPLICA
 from grpo_jax.storage import layout
@@ -81,6 +82,7 @@ class SharedFleet:
         self._hung_s, self._looked_at, self._looks = first.local.hung_s, 0.0, False
         self._serving = self._learners[0]
         self._heartbeats: dict[str, RecordReader] = {}
+        self._stoppages: dict[str, Stoppage] = {}
         roles = []
         for i in range(first.generator.replicas):
             name, id = f"generator-{i}", LOCAL_REPLICA.format(i)
@@ -88,7 +90,7 @@ class SharedFleet:
             cpus = first.local.generator_cpus[i] if i < len(first.local.generator_cpus) else ()
             roles.append(Role(name, argv, place / f"{name}.log", Restarts(first.local.restarts), cpus=cpus))
             self._heartbeats[name] = RecordReader(bucket, layout.replica(first.fleet_name, id))
-        self._keeper = Keeper(roles, self._hangs, self._steps)
+        self._keeper = Keeper(roles, self._hangs, self._steps, self._begins)
 
     def start(self) -> None:
         self._keeper.start()
@@ -114,16 +116,20 @@ class SharedFleet:
     def stop(self) -> None:
         stop_all(list(self._keeper.processes.values()), _STOP_S)
 
+    def _begins(self, role: Role) -> None:
+        self._stoppages[role.name] = Stoppage()
+
     def _hangs(self, role: Role) -> str | None:
         if not self._looks or role.process is None:
             return None
+        if (why := self._stoppages[role.name].reason([role.process.pid], self._hung_s)) is not None:
+            return why
         heartbeat = self._heartbeats[role.name]
         _look(heartbeat)
         silent_s = min(heartbeat.silent_s(), time.monotonic() - role.began)
         if silent_s < self._hung_s or self._serving.silent_s() > _ALIVE_S:
             return None
-        stopped = "a signal has stopped it" if is_stopped(role.process.pid) else "it lives"
-        return f"{stopped}, and its heartbeat has not changed for {silent_s:.0f} s"
+        return f"its heartbeat has not changed for {silent_s:.0f} s"
 
     def _steps(self) -> int:
         return sum(int((_look(reader) or {}).get("step", 0)) for reader in self._learners)

@@ -13,11 +13,11 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 
 from grpo_jax.config.schema import Config
-from grpo_jax.jobs.processes import is_stopped
+from grpo_jax.generator.stoppage import Stoppage
 from grpo_jax.jobs.waits import View, state_of, waits
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket, Limits
@@ -52,7 +52,7 @@ class _Sign:
     seen: float = float("-inf")
     after: int = -1
     """The incarnation of the life before: what that one has written may still be on its way."""
-    stopped_since: float | None = None
+    stoppage: Stoppage = field(default_factory=Stoppage)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Watchdog:
         self._keys = {"learner": layout.LEARNER_STATE, "worker": layout.worker_state(WORKER)}
         for i in range(config.generator.replicas):
             self._keys[f"generator-{i}"] = layout.replica(config.fleet_name, LOCAL_REPLICA.format(i))
-        self._signs = {name: _Sign() for name in (*self._keys, "proxy")}
+        self._signs = {name: _Sign(stoppage=Stoppage(clock)) for name in (*self._keys, "proxy")}
         self._entries: dict[str, _Entry] = {}
         self._looks = 0
         self._looked_at = self._good_since = self._stepped_at = clock()
@@ -111,17 +111,14 @@ class Watchdog:
         """A new process of a role has been started."""
         entry = self._entries.get(self._keys.get(role, ""))
         before = None if entry is None else entry.fresh or entry.old
-        self._signs[role] = _Sign(began=self._clock(), after=-1 if before is None else before["incarnation"])
+        after = -1 if before is None else before["incarnation"]
+        self._signs[role] = _Sign(began=self._clock(), after=after, stoppage=Stoppage(self._clock))
 
     def dead(self, role: str, pid: int) -> str | None:
         """Why a process that lives is as good as dead; None if it is not."""
-        sign, now, hung_s = self._signs[role], self._clock(), self._config.local.hung_s
-        if not is_stopped(pid):
-            sign.stopped_since = None
-        elif sign.stopped_since is None:
-            sign.stopped_since = now
-        elif now - sign.stopped_since >= hung_s:
-            return f"a signal stopped it {now - sign.stopped_since:.0f} s ago"
+        sign, hung_s = self._signs[role], self._config.local.hung_s
+        if (why := sign.stoppage.reason([pid], hung_s)) is not None:
+            return why
         limit_s = hung_s if sign.seen > sign.began else max(hung_s, _FIRST_SIGN_S)
         silent_s = self._silent_s(sign)
         return f"it has given no sign of life for {silent_s:.0f} s" if silent_s >= limit_s else None

@@ -18,6 +18,7 @@ from grpo_jax.generator import supervisor
 from grpo_jax.generator.agent import run_generator
 from grpo_jax.generator.lifeline import PARENT_PID
 from grpo_jax.generator.process import ServerProcess, free_port, is_free, last_error_line
+from grpo_jax.generator.stoppage import family
 from grpo_jax.generator.supervisor import Supervisor
 from grpo_jax.generator.vllm import Command
 from tests.generator.agents import alive, wait_until_gone
@@ -168,6 +169,35 @@ def test_a_server_that_dies_is_started_again_on_the_same_port(tmp_path):
     asyncio.run(run())
     assert len(set(ports)) == 1
     assert is_free("127.0.0.1", ports[0])
+
+
+_WITH_CHILD = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, flush=True)
+{_HEALTHY}
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who is stopped")
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_server_of_which_a_process_is_stopped_for_good_is_started_again(tmp_path, who):
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            subject = _supervisor(tmp_path, session, _WITH_CHILD, hung_s=0.4)
+            task = asyncio.create_task(subject.run())
+            await _until(lambda: subject.life == 1)
+            child = int((tmp_path / "server.log").read_text())
+            server = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+            assert family(server) == [server, child]
+            os.kill((server, child)[who], signal.SIGSTOP)
+            await _until(lambda: subject.life == 2)
+            assert not alive(server)
+            assert not alive(child)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_a_port_that_is_taken_is_not_mistaken_for_our_server(tmp_path, monkeypatch):

@@ -15,9 +15,10 @@ import pytest
 from grpo_jax.config.load import parse_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_RESUMABLE, RunFailed, UsageError
+from grpo_jax.generator.stoppage import is_stopped
 from grpo_jax.jobs import local, restarts
 from grpo_jax.jobs.local import Stop, Supervisor
-from grpo_jax.jobs.processes import Process, is_stopped, stop_all
+from grpo_jax.jobs.processes import Process, stop_all
 from grpo_jax.jobs.restarts import EARN_S, Restarts
 
 _SLEEPS = "import time\nwhile True: time.sleep(0.05)"

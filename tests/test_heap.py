@@ -7,7 +7,7 @@ import pytest
 
 _CODE = """
 import sys
-from grpo_jax.learner.heap import keep_heap_small
+from grpo_jax.heap import keep_heap_small
 
 def resident_mb():
     with open("/proc/self/statm") as file:

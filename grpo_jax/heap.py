@@ -1,4 +1,4 @@
-"""The heap of the learner's process: memory that a step has freed goes back to the system."""
+"""The heap of a role: what it has freed goes back to the system."""
 
 import ctypes
 import sys
@@ -13,8 +13,8 @@ def keep_heap_small() -> None:
     """Has glibc map each large block by itself and keep few heaps, in this process from now on.
 
     By default it puts blocks of up to 32 MiB into the heap of whichever thread asks, among small things that stay. With
-    an adapter's arrays and dozens of threads the holes between them go on growing, with SmolLM2 by a megabyte a step.
-    Does nothing where the C library is another one.
+    an adapter's arrays and dozens of threads the holes between them go on growing: with SmolLM2 a learner's memory by a
+    megabyte a step, that of an agent by a whole adapter now and then. Does nothing where the C library is another one.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
