@@ -14,7 +14,8 @@ drawn from the seed; what the machine makes of it is its own.
   there; and samples of trained groups that the metrics do not count.
 - *orphans*: processes of a run, found by its mark in their environment, alive three seconds after its end.
 - *growth*: of memory and descriptors a minute, by part, over the second halves of its lives, a minute after their
-  start at the earliest. It is judged where there are five minutes of them.
+  start at the earliest: a line (± its standard error) through the least that it held in each few seconds. It is judged
+  where there are five minutes of them.
 
 With --json the last line is one JSON object. Exit code 1 if anything is not as it has to be.
 """
@@ -136,12 +137,18 @@ def _result(outcomes: list[Outcome], growth: Growth, minutes: float) -> dict[str
 def _judged_growth(growth: Growth) -> tuple[float | None, float | None]:
     """A minute, of the part that grows most: of its resident memory, as a part of that; of its descriptors.
 
-    None as long as nobody was watched for long enough.
+    Two standard errors below the slope: what grows for certain. None as long as nobody was watched for long enough.
     """
     watched_s, means = growth.watched_s(), growth.means("rss")
-    memory = [s / means[part] for part, s in growth.slopes("rss").items() if watched_s[part] >= _WATCHED_S]
-    descriptors = [s for part, s in growth.slopes("descriptors").items() if watched_s[part] >= _WATCHED_S]
-    return (round(max(memory), 5), round(max(descriptors), 3)) if memory else (None, None)
+    parts = [part for part, seconds in watched_s.items() if seconds >= _WATCHED_S]
+    if not parts:
+        return None, None
+    certain = {
+        what: {part: slope - 2 * error for part, (slope, error) in growth.slopes(what).items()}
+        for what in ("rss", "descriptors")
+    }
+    memory = max(certain["rss"][part] / means[part] for part in parts)
+    return round(memory, 5), round(max(certain["descriptors"][part] for part in parts), 3)
 
 
 def _failures(result: dict) -> list[str]:
@@ -183,12 +190,13 @@ def _print(outcomes: list[Outcome], growth: Growth, result: dict) -> None:
         f"prompts trained by two attempts: {result['duplicates']}; connections broken: {result['connections_broken']}; "
         f"temporary files left: {result['files_left']}"
     )
-    for part, slope in growth.slopes("rss").items():
+    for part, (slope, error) in growth.slopes("rss").items():
         descriptors, threads = growth.slopes("descriptors")[part], growth.slopes("threads")[part]
         held = growth.means("rss")[part] / 2**20
         print(
-            f"growth of {part:<12} {slope / 2**20:+7.2f} MiB a minute of {held:.0f}, {descriptors:+.2f} descriptors, "
-            f"{threads:+.2f} threads"
+            f"growth of {part:<12} {slope / 2**20:+7.2f} ± {error / 2**20:.2f} MiB a minute of {held:.0f}, "
+            f"{descriptors[0]:+.2f} ± {descriptors[1]:.2f} descriptors, {threads[0]:+.2f} threads "
+            f"({growth.watched_s()[part]:.0f} s)"
         )
     for outcome in outcomes:
         for orphan in outcome.orphans:

@@ -36,19 +36,24 @@ class Growth:
         began = self._began.setdefault((part, pid), now)
         self.lives[part, pid].append((now - began, held))
 
-    def slopes(self, what: str) -> dict[str, float]:
-        """Per minute, by part: one line through all lives of a part, each with an offset of its own.
+    def slopes(self, what: str) -> dict[str, tuple[float, float]]:
+        """Per minute, by part, with its standard error: one line through all lives, each with an offset of its own.
 
         Args:
           what: a field of `Held`.
         """
-        products: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        lives: dict[str, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         for (part, _), samples in self.lives.items():
             t, y = self._floor(samples, what)
             if len(t) >= _FEWEST:
-                centred = t - t.mean()
-                products[part] += centred @ (y - y.mean()), centred @ centred
-        return {part: float(60 * xy / xx) for part, (xy, xx) in sorted(products.items())}
+                lives[part].append((t - t.mean(), y - y.mean()))
+        found = {}
+        for part, of_part in sorted(lives.items()):
+            t, y = (np.concatenate(parts) for parts in zip(*of_part, strict=True))
+            slope = (t @ y) / (t @ t)
+            free = len(t) - len(of_part) - 1
+            found[part] = 60 * float(slope), 60 * float(np.sqrt(np.sum((y - slope * t) ** 2) / free / (t @ t)))
+        return found
 
     def watched_s(self) -> dict[str, float]:
         """Seconds of the lives of each part that its slope is of, all together."""

@@ -14,6 +14,7 @@ from grpo_jax.adapters.names import parse_policy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.source import base_digest, resolve_model
 from grpo_jax.observability.rundata import RunData, load_run
+from grpo_jax.scratch import scratch
 from grpo_jax.storage.bucket import Bucket
 
 
@@ -28,8 +29,8 @@ def export(bucket: Bucket, to: str, name: str | None = None, *, merged: bool = F
         return str(write(bucket, Path(to), name))
     repository = hub.repository(to)
     hub.check_token()  # before anything large is read
-    with tempfile.TemporaryDirectory(prefix="grpo-jax-export-") as folder:
-        written = write(bucket, Path(folder) / "model", name)
+    with scratch() as folder:
+        written = write(bucket, folder / "model", name)
         title = (written / "README.md").read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[0]
         return hub.push(written, repository, public=public, message=f"{title}, exported by grpo_jax")
 

@@ -1,7 +1,6 @@
 """An existing PEFT adapter as the start of a run (`lora.init_from`)."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.adapters.manifest import AdapterError
 from grpo_jax.adapters.peft import modules, read_adapter
 from grpo_jax.errors import UsageError
+from grpo_jax.scratch import scratch
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket, BucketError
 
@@ -33,8 +33,7 @@ def initial_adapter(source: str, like: Mapping[str, Any], *, rank: int, scale: f
       UsageError: there is no such adapter, or it does not fit; one sentence that says in what.
     """
     where = f"lora.init_from: {Bucket(source).address}"
-    with tempfile.TemporaryDirectory(prefix="grpo-jax-adapter-") as name:
-        folder = Path(name)
+    with scratch() as folder:
         _fetch(source, where, folder)
         try:
             config = json.loads((folder / layout.ADAPTER_CONFIG).read_bytes())

@@ -1,4 +1,7 @@
-"""A server process of an agent: in a session of its own, its output in a file, and gone when it is told to go."""
+"""A server process of an agent: in a session of its own, its output in a file, and gone when it is told to go.
+
+So are its temporary files: a vLLM leaves sockets and more at each of its ends.
+"""
 
 import asyncio
 import logging
@@ -6,14 +9,18 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
 
 from grpo_jax.generator.vllm import Command
+from grpo_jax.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
+# Sockets have paths of 107 bytes at most on Linux; vLLM's have names of 36, and a scratch folder adds 33.
+_LONGEST_PARENT = 107 - 36 - 33 - 2
 _GRACE_S = 4.0
 # For the system to collect what was killed. Where nobody collects orphans they stay as zombies, for ever.
 _REAP_S = 1.0
@@ -28,23 +35,32 @@ _LONGEST_QUOTE = 300
 class ServerProcess:
     """Start it from the main thread: the server dies with the thread that started it (see `lifeline`)."""
 
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, scratch: Scratch):
+        self._process, self._scratch = process, scratch
         self.pid = process.pid
 
     @classmethod
     async def start(cls, command: Command, log_file: Path) -> "ServerProcess":
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command.argv,
-                env=command.env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return cls(process)
+        parent = tempfile.gettempdir()
+        scratch = Scratch(parent if len(parent) <= _LONGEST_PARENT else "/tmp")
+        env = dict(command.env)
+        if env.get("TMPDIR") == os.environ.get("TMPDIR"):  # else somebody wants another one
+            env["TMPDIR"] = str(scratch.path)
+        try:
+            with log_file.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    env=env,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except BaseException:
+            scratch.close()
+            raise
+        return cls(process, scratch)
 
     async def wait(self) -> int:
         """The exit code, negative for a signal."""
@@ -69,6 +85,7 @@ class ServerProcess:
         deadline = time.monotonic() + _REAP_S
         while self._signal(0) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        self._scratch.close()
 
     def _signal(self, number: int) -> bool:
         """Whether there was anybody to receive it."""

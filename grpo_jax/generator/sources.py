@@ -4,7 +4,6 @@ Either way the files are checked against manifest, digest and name before a serv
 """
 
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ from grpo_jax.adapters.manifest import FILES, AdapterError, Manifest, download_a
 from grpo_jax.adapters.names import adapter_digest, parse_policy
 from grpo_jax.generator.index import write_index
 from grpo_jax.generator.sameness import Make, read_make
+from grpo_jax.scratch import scratch
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 
@@ -118,8 +118,8 @@ class Mounted:
 
     def _verify(self, name: str) -> Fetched:
         manifest = _manifest(self._run, name)
-        with tempfile.TemporaryDirectory(prefix="grpo-jax-") as folder:
-            make = read_make(manifest, download_adapter(self._run, manifest, Path(folder)))
+        with scratch() as folder:
+            make = read_make(manifest, download_adapter(self._run, manifest, folder))
         return Fetched(manifest, make, f"{self._adapters}/{name}")
 
 

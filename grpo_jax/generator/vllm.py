@@ -4,7 +4,9 @@ import glob
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +23,6 @@ SERVED_NAME = "base"
 _UNWANTED = frozenset({"USE_TORCH", "USE_TF", "USE_JAX", "USE_FLAX"})
 _CPU_BLOCK_SIZE = 32
 _CPU_KV_CACHE_GB = 0.5
-
-
-# Sockets have paths of 107 bytes at most on Linux, and their names have 36.
-_LONGEST_SOCKET_FOLDER = 70
 
 
 @dataclass(frozen=True)
@@ -192,8 +190,8 @@ def _environment(
     }
     if adapters is not None:
         env[ADAPTERS] = str(adapters.resolve())
-    if len(environ.get("TMPDIR", "")) > _LONGEST_SOCKET_FOLDER:
-        env.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # where it makes its sockets
+    # Its folder for temporary files is another one at each start; what was compiled stays.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     if parent_pid is not None:
         env[PARENT_PID] = str(parent_pid)
     if cpu:

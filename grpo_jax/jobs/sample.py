@@ -1,9 +1,7 @@
 """`grpo-jax sample`: the base model's completions and rewards, by the same roles and code paths as a run."""
 
 import math
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -18,6 +16,7 @@ from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
 from grpo_jax.learner.batch import trainable
 from grpo_jax.observability.printable import printable
 from grpo_jax.rollouts.sample import Group
+from grpo_jax.scratch import scratch
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.spool import SpoolReader
 
@@ -28,21 +27,21 @@ def sample_base(config: Config, n: int) -> int:
     """Samples at least `n` completions of v0 (the base) in whole groups and prints them with their rewards."""
     default_environment()
     groups_wanted = math.ceil(n / config.batch.group_size)
-    with tempfile.TemporaryDirectory(prefix="grpo_jax-sample-") as name, stop_on_signals() as stop:
+    with scratch() as folder, stop_on_signals() as stop:
         # One step of all groups under v0: admission lets them all start, the learner publishes and only holds.
         config = config.model_copy(
             update={
-                "bucket": name,
+                "bucket": str(folder),
                 "steps": 1,
                 "batch": config.batch.model_copy(update={"prompts_per_step": groups_wanted}),
                 "evaluation": config.evaluation.model_copy(update={"samples": 0}),
             }
         )
         check_config(config, weights=True)
-        run_dir = Path(name) / config.run
+        run_dir = folder / config.run
         run_dir.mkdir()
         supervisor = Supervisor(config, run_dir, learner_arguments=("--hold",))
-        spool, groups = SpoolReader(Bucket(name).child(config.run)), list[Group]()
+        spool, groups = SpoolReader(Bucket(config.bucket).child(config.run)), list[Group]()
         try:
             supervisor.start()
             while len(groups) < groups_wanted:

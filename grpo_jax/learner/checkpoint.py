@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from grpo_jax.learner.step import LearnerState
+from grpo_jax.scratch import scratch
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import canonical_json
@@ -110,15 +110,15 @@ class Checkpointer:
         """
         found = [saved for saved in self._saved() if counts(saved.step, saved.incarnation)]
         for saved in reversed(found):
-            with tempfile.TemporaryDirectory(prefix="grpo_jax-restore-") as folder:
+            with scratch() as folder:
                 try:
-                    meta = self._download_patiently(saved, Path(folder))
+                    meta = self._download_patiently(saved, folder)
                 except _UNSOUND as error:
                     log.warning("checkpoint %d is passed over: %s", saved.step, error)
                     continue
                 with _orbax() as checkpointer:
                     # Always with a target: without one Orbax guesses types.
-                    state = checkpointer.restore(Path(folder) / "state", jax.eval_shape(lambda: target))
+                    state = checkpointer.restore(folder / "state", jax.eval_shape(lambda: target))
                 self.kept = sorted({older.step for older in found if older.step <= saved.step})
                 return state, meta
         return None
@@ -131,8 +131,7 @@ class Checkpointer:
     def _save(
         self, saved: Saved, state: LearnerState, meta: Meta | Callable[[], Meta], first: Callable[[], None]
     ) -> None:
-        with tempfile.TemporaryDirectory(prefix="grpo_jax-save-") as name:
-            folder = Path(name)
+        with scratch() as folder:
             with _orbax() as checkpointer:
                 checkpointer.save(folder / "state", state)
             contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

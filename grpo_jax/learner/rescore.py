@@ -1,9 +1,7 @@
 """Are the sampler's log-probabilities those of the policy that a sample names? Recomputed from the adapter."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +11,7 @@ from grpo_jax.config.schema import Config
 from grpo_jax.learner.packing import TrainSample
 from grpo_jax.learner.setup import build_trainer
 from grpo_jax.rollouts.sample import Group
+from grpo_jax.scratch import scratch
 from grpo_jax.storage.bucket import Bucket
 
 
@@ -36,10 +35,10 @@ def rescore(config: Config, groups: Sequence[Group]) -> list[Rescored]:
     for group in groups:
         by_policy.setdefault(group.provenance.policy, []).append(group)
     found = []
-    with tempfile.TemporaryDirectory(prefix="grpo_jax-rescore-") as folder:
+    with scratch() as folder:
         for policy, members in sorted(by_policy.items()):
             manifest = read_manifest(run, policy)
-            lora, _ = read_adapter(download_adapter(run, manifest, Path(folder)), trainer.model.num_layers)
+            lora, _ = read_adapter(download_adapter(run, manifest, folder), trainer.model.num_layers)
             delta = []
             placed = trainer.step.place_lora(lora)
             for batch in trainer.layout.pack(_samples(members)):

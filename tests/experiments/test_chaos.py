@@ -155,8 +155,8 @@ def test_growth_is_the_slope_within_lives_and_not_between_them() -> None:
         for t in range(0, 200, 2):
             warm = 300 if t < WARM_UP_S else 0
             growth.note("learner", life, Held(offset + 2 * t + warm, 7, 3), now=1000.0 * life + t)
-    assert growth.slopes("rss")["learner"] == pytest.approx(120.0)
-    assert growth.slopes("descriptors")["learner"] == pytest.approx(0.0)
+    assert growth.slopes("rss")["learner"] == (pytest.approx(120.0), pytest.approx(0.0, abs=1e-9))
+    assert growth.slopes("descriptors")["learner"] == (0.0, 0.0)
     assert growth.watched_s()["learner"] == pytest.approx(3 * 90.0)
 
 
@@ -167,7 +167,18 @@ def test_what_comes_and_goes_within_a_step_is_no_growth() -> None:
         in_a_step = 600 * rng.random() if t % 7 else 0
         growth.note("learner", 1, Held(int(1000 + in_a_step), 7, 3), now=float(t))
     growth.note("proxy", 2, Held(9, 7, 3), now=0.0)
-    assert growth.slopes("rss") == {"learner": pytest.approx(0.0)}
+    assert growth.slopes("rss") == {"learner": (pytest.approx(0.0), pytest.approx(0.0))}
+
+
+def test_the_error_of_a_slope_is_that_of_least_squares() -> None:
+    growth, rng = Growth(window_s=1.0), np.random.default_rng(1)
+    y = rng.integers(0, 1000, 200)
+    for t in range(200):
+        growth.note("worker", 1, Held(int(y[t]), 7, 3), now=float(t))
+    (slope, error), t = growth.slopes("rss")["worker"], np.arange(100, 199)
+    (expected, _), covariance = np.polyfit(t, y[t], 1, cov=True)
+    assert slope == pytest.approx(60 * expected)
+    assert error == pytest.approx(60 * covariance[0, 0] ** 0.5)
 
 
 class _Slow(BaseHTTPRequestHandler):

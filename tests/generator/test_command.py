@@ -83,11 +83,10 @@ def test_the_user_has_the_last_word():
     assert (command.env["OMP_WAIT_POLICY"], command.env["X"]) == ("ACTIVE", "y")
 
 
-def test_sockets_fit_into_what_linux_allows_for_their_paths():
-    key = "VLLM_RPC_BASE_PATH"
-    assert key not in _command(environ={"TMPDIR": "/scratch"}).env
-    assert _command(environ={"TMPDIR": "/scratch/" + "x" * 80}).env[key] == "/tmp"
-    assert _command(environ={"TMPDIR": "/scratch/" + "x" * 80, key: "/run/v"}).env[key] == "/run/v"
+def test_what_was_compiled_outlives_the_temporary_files_of_a_server():
+    key = "TORCHINDUCTOR_CACHE_DIR"
+    assert _command(environ={}).env[key] == _command(environ={}).env[key] != ""
+    assert _command(environ={key: "/mine"}).env[key] == "/mine"
 
 
 def test_the_environment_is_inherited_but_for_what_would_hide_torch():

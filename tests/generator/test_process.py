@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,34 @@ def test_stop_ends_the_server_and_what_it_started(tmp_path, mode):
         return [int(pid) for pid in log.read_text().split()]
 
     assert not [pid for pid in asyncio.run(run()) if alive(pid)]
+
+
+_LEAVES_FILES = """
+import pathlib, tempfile, time
+pathlib.Path(tempfile.gettempdir(), "left").write_text("")
+print(tempfile.gettempdir(), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("parent", ["", "x" * 80])
+def test_temporary_files_of_a_server_go_with_it_and_leave_room_for_the_paths_of_sockets(tmp_path, monkeypatch, parent):
+    log, folder = tmp_path / "log", tmp_path / parent
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def run() -> Path:
+        process = await ServerProcess.start(_command(_LEAVES_FILES), log)
+        while not log.read_text():
+            await asyncio.sleep(0.02)
+        place = Path(log.read_text().strip())
+        assert (place / "left").exists()
+        await process.stop()
+        return place
+
+    place = asyncio.run(run())
+    assert len(str(place)) + 37 <= 107
+    assert not place.parent.exists()
 
 
 def test_the_death_of_a_starter_is_noticed_even_before_the_server_asks_for_it():
