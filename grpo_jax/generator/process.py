@@ -71,6 +71,12 @@ class ServerProcess:
 
         Returns when all of them are gone, or have not gone within seconds of SIGKILL.
         """
+        try:
+            await self._stop(grace_s)
+        finally:  # also where nobody waits for that any more
+            self._scratch.close()
+
+    async def _stop(self, grace_s: float) -> None:
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
@@ -85,7 +91,6 @@ class ServerProcess:
         deadline = time.monotonic() + _REAP_S
         while self._signal(0) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self._scratch.close()
 
     def _signal(self, number: int) -> bool:
         """Whether there was anybody to receive it."""

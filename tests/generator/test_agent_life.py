@@ -2,7 +2,9 @@
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -56,15 +58,33 @@ def test_files_go_after_the_name_was_unloaded(learner, start_agent):
     assert {path.name for path in adapters.iterdir() if path.is_dir()} == set(agent.heartbeat()["loaded"])
 
 
-def test_sigterm_ends_everything_with_75(learner, start_agent):
+@pytest.fixture
+def temporary(monkeypatch):
+    """The folder for temporary files; its path is short, as vLLM's sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def test_sigterm_ends_everything_with_75(learner, start_agent, temporary):
     v0 = learner.start()
     agent = start_agent()
     agent.proved(v0)
     server = agent.server_pids()
+    assert list(temporary.glob("grpo_jax-*"))
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 75
     assert not [pid for pid in server if alive(pid)]
     assert not agent.heartbeat_exists()
+    assert not list(temporary.glob("grpo_jax-*"))
+
+
+def test_the_end_of_the_run_leaves_no_temporary_files(learner, start_agent, temporary):
+    agent = start_agent()
+    agent.proved(learner.start())
+    learner.begin(status="finished")
+    assert agent.exit_code() == 0
+    assert not list(temporary.glob("grpo_jax-*"))
 
 
 def test_sigkill_of_the_agent_takes_the_server_along(learner, start_agent):
