@@ -22,20 +22,28 @@ class Scratch:
         """parent: default is the system's folder for temporary files."""
         parent = parent or tempfile.gettempdir()
         _remove_what_nobody_holds(Path(parent))
-        # It gets its name once it is locked: nobody may take it for a dead one's before.
-        made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-        lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._lock: int | None = lock
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self._folder = made.rename(made.with_name(made.name[1:]))
+        self._lock: int | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+        try:
+            self._lock = os.open(self._folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self._folder / _FILES).mkdir()
+            # It gets its name once it is locked: nobody may take it for a dead one's before.
+            self._folder = self._folder.rename(self._folder.with_name(self._folder.name[1:]))
+        except OSError:
+            self._remove()
+            raise
         self.path = self._folder / _FILES
-        self.path.mkdir()
 
     def close(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(lock)
+        if self._lock is not None:
+            self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Temporary folders and the deaths of their owners."""
 
+import errno
 import signal
 import subprocess
 import sys
@@ -55,4 +56,14 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     folder = Scratch(str(tmp_path))
     folder.close()
     folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="no space"):
+        Scratch(str(tmp_path))
     assert list(tmp_path.iterdir()) == []

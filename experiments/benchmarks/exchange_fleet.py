@@ -16,6 +16,7 @@ from typing import Any
 
 from experiments.benchmarks.peers.watch import tree_descriptors, tree_rss
 from grpo_jax.config.schema import Config
+from grpo_jax.generator.index import run_folder
 from grpo_jax.generator.process import free_port
 from grpo_jax.generator.vllm import on_cpu
 from grpo_jax.jobs.keeper import last_line
@@ -58,7 +59,7 @@ class Fleet:
         for i in range(replicas):
             command = role_command("generator", "--config", str(file), "--id", f"r{i}", "--dir", str(folder / f"r{i}"))
             self._processes.append(Process(command, folder / f"r{i}.log", cpus=cores[i]))
-        self._folders = [folder / f"r{i}" / "adapters" for i in range(replicas)]
+        self._folders = [run_folder(folder / f"r{i}" / "adapters", config.run) for i in range(replicas)]
         bucket, name = Bucket(config.bucket), config.fleet_name
         self._records = [RecordReader(bucket, layout.replica(name, f"r{i}")) for i in range(replicas)]
 

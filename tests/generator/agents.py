@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.config.schema import Config
+from grpo_jax.generator.stoppage import family
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import RecordReader
@@ -62,7 +63,7 @@ class AgentProcess:
         return self.wait_for(lambda r: name in r.get("quarantined", ()))["quarantined"][name]
 
     def server_pids(self) -> list[int]:
-        return descendants(self.pid)
+        return family(self.pid)[1:]
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -78,15 +79,6 @@ class AgentProcess:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that this one started, and those that they did (Linux)."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
 
 
 def alive(pid: int) -> bool:

@@ -70,9 +70,7 @@ class TestAppend:
         log.append({"step": 0})
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         # A part of the line fits.
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 7, hard)
-        )  # a part of the line fits
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size + 7, hard))
         try:
             for _ in range(2):
                 with pytest.raises(OSError, match="too large"):
