@@ -36,6 +36,12 @@ class VllmServer:
     log: Path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_uploads_remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the Hub's client keeps of its uploads would fill its user's home, since each Hub of a test is a new one."""
+    os.environ["HF_XET_CACHE"] = str(tmp_path_factory.mktemp("xet"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face directory, float32."""

@@ -51,11 +51,12 @@ class Fault:
 class FakeHub:
     """Serves in a thread of its own from `with` to its end. Only requests with `token` are answered.
 
-    Buckets are made by the client (`HfApi.create_bucket`). `page_size`: entries of one page of a listing.
+    Buckets are made by the client (`HfApi.create_bucket`). `page_size`: entries of one page of a listing; `port`: a
+    free one by default.
     """
 
-    def __init__(self, folder: Path, *, token: str, page_size: int = 1000):
-        self.token = token
+    def __init__(self, folder: Path, *, token: str, page_size: int = 1000, port: int = 0):
+        self.token, self._port = token, port
         self.requests: list[tuple[str, str]] = []
         """(method, path) of all requests so far."""
         self.cas = Cas(self, folder / "cas")
@@ -86,7 +87,7 @@ class FakeHub:
             app.add_routes(area.routes())
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", self._port)
         await site.start()
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
@@ -99,7 +100,7 @@ class FakeHub:
     @web.middleware
     async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests.append((request.method, request.path))
-        wanted = self.cas.access(request) if request.path.startswith("/cas/") else self.token
+        wanted = self.cas.access(request) if request.path.startswith(self.cas.path) else self.token
         if wanted is not None and request.headers.get("Authorization") != f"Bearer {wanted}":
             return web.json_response({"error": "Invalid credentials in Authorization header"}, status=401)
         for fault in self.faults:

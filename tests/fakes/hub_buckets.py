@@ -104,7 +104,7 @@ class Buckets:
 
     async def _token(self, request: web.Request) -> web.Response:
         self._files(request)
-        expires, url = int(time.time()) + 3600, f"{self._hub.url}/cas"
+        expires, url = int(time.time()) + 3600, self._cas.url
         return web.json_response(
             {"casUrl": url, "exp": expires, "accessToken": self._cas.token},
             headers={
@@ -125,7 +125,7 @@ class Buckets:
             "X-Linked-Size": str(file["size"]),
             "Link": f'<{refresh}>; rel="xet-auth"',
         }
-        raise web.HTTPFound(f"{self._hub.url}/cas/plain/{file['xetHash']}", headers=headers)
+        raise web.HTTPFound(f"{self._cas.url}/plain/{file['xetHash']}", headers=headers)
 
     def _index(self, request: web.Request) -> Path:
         return self._folder / request.match_info["namespace"] / f"{request.match_info['name']}.json"

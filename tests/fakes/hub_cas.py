@@ -21,23 +21,32 @@ class Cas:
     """The content-addressed store behind the buckets: chunks in xorbs, and of each file the pieces that it is made of.
 
     Chunks are kept as they came, compressed. Whole files are decoded by the client's own library.
+
+    Its address is one that no other store ever had: clients remember, beyond their own end, what each address has
+    been sent and do not send it again, and ports come back.
     """
 
     def __init__(self, hub: "FakeHub", folder: Path):
         self._hub, self._folder = hub, folder
         self.token = secrets.token_hex(8)
+        self.path = f"/cas/{secrets.token_hex(8)}/"
+
+    @property
+    def url(self) -> str:
+        return (self._hub.url + self.path).rstrip("/")
 
     def access(self, request: web.Request) -> str | None:
         """The bearer token that a request must have; None for those links that anybody may follow."""
-        return None if request.path.startswith(("/cas/plain/", "/cas/data/")) else self.token
+        free = (f"{self.path}plain/", f"{self.path}data/")
+        return None if request.path.startswith(free) else self.token
 
     def routes(self) -> Iterable[web.RouteDef]:
         return [
-            web.post("/cas/v1/xorbs/{prefix}/{hash}", self._put_xorb),
-            web.post("/cas/v1/shards", self._put_shard),
-            web.get("/cas/v1/reconstructions/{hash}", self._reconstruct),
-            web.get("/cas/data/{hash}", self._data),
-            web.get("/cas/plain/{hash}", self._plain),
+            web.post(self.path + "v1/xorbs/{prefix}/{hash}", self._put_xorb),
+            web.post(self.path + "v1/shards", self._put_shard),
+            web.get(self.path + "v1/reconstructions/{hash}", self._reconstruct),
+            web.get(self.path + "data/{hash}", self._data),
+            web.get(self.path + "plain/{hash}", self._plain),
         ]
 
     def size(self, file: str) -> int:
@@ -62,7 +71,7 @@ class Cas:
             ranges = [term["range"] for term in terms if term["hash"] == xorb]
             first, last = min(r["start"] for r in ranges), max(r["end"] for r in ranges)
             url_range = {"start": spans[first][0], "end": spans[last - 1][1] - 1}
-            url = f"{self._hub.url}/cas/data/{xorb}"
+            url = f"{self.url}/data/{xorb}"
             fetch[xorb] = [{"range": {"start": first, "end": last}, "url": url, "url_range": url_range}]
         return web.json_response({"offset_into_first_range": 0, "terms": terms, "fetch_info": fetch})
 
@@ -97,7 +106,7 @@ class Cas:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{secrets.token_hex(4)}")
         with hf_xet.XetSession().new_file_download_group(
-            endpoint=f"{self._hub.url}/cas", token=self.token, token_expiry_unix_secs=int(time.time()) + 3600
+            endpoint=self.url, token=self.token, token_expiry_unix_secs=int(time.time()) + 3600
         ) as group:
             group.start_download_file(hf_xet.XetFileInfo(file, size), str(temporary))
         temporary.replace(path)

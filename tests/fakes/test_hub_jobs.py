@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import HfHubHTTPError, JobNotFoundError
 
+from grpo_jax.generator.process import free_port
 from tests.fakes.hub import FakeHub, Fault
 from tests.jobs.harness import wait_for
 
@@ -311,6 +312,20 @@ def test_who_one_is_and_what_hardware_there_is(hub: Hub) -> None:
 
 def test_it_is_known_how_a_bucket_was_made(hub: Hub) -> None:
     assert hub.server.buckets.created[hub.bucket("made")] == {"visibility": "private"}
+
+
+def test_a_hub_on_the_port_of_an_earlier_one_is_sent_everything_again(tmp_path: Path) -> None:
+    """The client keeps in its cache what it has uploaded to an address, and uploads it there no more."""
+    port = free_port("127.0.0.1")
+    for life in ("first", "second"):
+        with FakeHub(tmp_path / life, token=TOKEN, port=port) as server:
+            hub = Hub(server)
+            bucket = hub.bucket("same")
+            hub.put(bucket, a=b"the same bytes")
+            volume = Volume(type="bucket", source=bucket, mount_path="/data", read_only=True)
+            job = hub.python("print(open('/data/a').read())", volumes=[volume])
+            assert hub.end(job) == ("COMPLETED", None)
+            assert hub.logs(job) == ["the same bytes"]
 
 
 _PUBLIC = "https://{JOB_ID}--{PORT}.hf.jobs"
