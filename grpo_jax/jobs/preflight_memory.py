@@ -1,4 +1,4 @@
-"""Whether a flavor's memory holds what its role needs, by the plan of `check`."""
+"""Whether a flavor can do what its role needs, and its memory holds it, by the plan of `check`."""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Any
 from grpo_jax.config.plan import Plan
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
+from grpo_jax.generator.vllm import problem_on_gpu
 from grpo_jax.jobs.launch_spec import GENERATOR, LEARNER
 from grpo_jax.models.config import parameter_count
 
@@ -34,6 +35,8 @@ def memory_problems(
         if flavor is None:
             problems.append(f"jobs.{role}.flavor: the Hub has no {name!r}; it has {', '.join(sorted(flavors))}")
             continue
+        if role == GENERATOR and flavor.accelerator is not None and (problem := problem_on_gpu(config)):
+            problems.append(problem)
         per_device, devices = _memory(flavor)
         if plan is None or plan.model is None or per_device is None:
             notes.append(f"the memory of the {role}'s flavor {name}")

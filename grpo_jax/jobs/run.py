@@ -14,6 +14,7 @@ from grpo_jax.config.compare import differing_keys
 from grpo_jax.config.plan import check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, UsageError
+from grpo_jax.generator.engines import require_engine
 from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
 from grpo_jax.jobs.show import run_decoder
 from grpo_jax.observability.logs import log_to
@@ -83,6 +84,8 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
         if record["status"] == "finished" and record["config"]["steps"] >= config.steps:
             return _finished(run, run_dir, "finished already")
     check_config(config, weights=True)
+    if config.generator.replicas:
+        require_engine(config)
 
     run_dir.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop, log_to(run_dir / "logs" / "run.log", "run"):

@@ -133,6 +133,19 @@ def test_a_missing_engine_is_a_usage_error(monkeypatch):
         require_engine(_config())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cpu", "refused"), [("float32", False, True), ("float32", True, False), ("bfloat16", False, False)]
+)
+def test_float32_is_refused_where_vllm_would_find_out_in_its_first_forward_pass(monkeypatch, dtype, cpu, refused):
+    monkeypatch.setattr(vllm, "on_cpu", lambda: cpu)
+    config = _config(f"model.dtype={dtype}")
+    if refused:
+        with pytest.raises(UsageError, match=r"^model\.dtype: .* set model\.dtype=bfloat16$"):
+            require_engine(config)
+    else:
+        require_engine(config)
+
+
 def test_the_generator_package_imports_neither_jax_nor_torch_nor_vllm():
     code = (
         "import sys, grpo_jax.generator.agent, grpo_jax.generator.reference, grpo_jax.generator.launch_vllm;"

@@ -1,4 +1,4 @@
-"""Whether a flavor is refused for its memory."""
+"""Whether a flavor is refused for its memory, or for what it cannot compute."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ MODEL = ModelConfig(
     vocab_size=32_000,
     hidden_size=4096,
     intermediate_size=11_008,
-    num_layers=32,
+    num_layers=64,
     num_heads=32,
     num_kv_heads=32,
     head_dim=128,
@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     max_positions=4096,
 )
 PLAN = Plan([], [], MODEL)
-BYTES = 4 * parameter_count(MODEL)  # float32, 27 GB
+BYTES = 2 * parameter_count(MODEL)  # bfloat16, 26 GB
 
 
 def gpu(name: str, total_gb: float, quantity: int = 1) -> Any:
@@ -42,7 +42,8 @@ def cpu(name: str, ram: str) -> Any:
 
 def on(generator: str, learner: str = "roomy", **changes: Any) -> Config:
     config = config_of(generator={"flavor": generator}, learner={"flavor": learner})
-    return config.model_copy(update={"generator": config.generator.model_copy(update=changes)})
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    return config.model_copy(update={"model": model, "generator": config.generator.model_copy(update=changes)})
 
 
 HARDWARE = [
@@ -76,6 +77,16 @@ def test_several_devices_are_one_only_where_the_weights_are_divided() -> None:
 def test_the_cache_that_a_config_asks_for_counts() -> None:
     assert problems(on("large", kv_cache_memory_gb=30.0)) == []
     assert problems(on("large", kv_cache_memory_gb=60.0)) != []
+
+
+def test_float32_is_for_cpus_and_for_other_engines() -> None:
+    def found(flavor: str, **changes: Any) -> list[str]:
+        config = on(flavor, **changes)
+        return problems(config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})}))
+
+    assert found("roomy") == found("large", engine="reference") == []
+    (problem,) = found("large")
+    assert problem.startswith("model.dtype: on a GPU")
 
 
 def test_an_unknown_flavor_is_named_with_those_that_there_are() -> None:
