@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from grpo_jax.adapters.names import RUN_NAME
 from grpo_jax.config.algorithm import Algorithm
+from grpo_jax.config.evaluation import Evaluation
 from grpo_jax.config.jobs import Jobs
 from grpo_jax.config.section import Section, import_path
 
@@ -102,6 +103,9 @@ class Task(Plugin):
     system_prompt: str | None = None
     few_shot: FewShot | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
+    drop_overlong: bool = Field(
+        False, description="leave out problems that do not fit into a row with a longest completion; False: refuse them"
+    )
 
 
 class Reward(Plugin):
@@ -259,27 +263,6 @@ class Fleet(Section):
     reproof_s: float = Field(60.0, gt=0, description="mean time after which a proved policy is proved once more")
 
 
-class Evaluation(Section):
-    """Of the base and of the last policy, and between them now and then, beside the training."""
-
-    samples: int = Field(0, ge=0, description="per held-out prompt; 0: no evaluation")
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: of the base and the last policy only")
-    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
-        [1], description="k of pass@k: the chance that one of k samples passes, estimated from all of them"
-    )
-    pass_reward: float = Field(1.0, description="a sample with at least this reward passes")
-    split: str = "eval"
-    timeout_s: float = Field(
-        900.0, gt=0, description="how long the learner waits for the last evaluation, and keeps a policy for another"
-    )
-
-    @model_validator(mode="after")
-    def _has_enough_samples(self) -> "Evaluation":
-        if self.samples and max(self.pass_at, default=0) > self.samples:
-            raise ValueError(f"pass_at: {max(self.pass_at)} of {self.samples} samples; raise 'samples'")
-        return self
-
-
 class Checkpoints(Section):
     every: int = Field(5, ge=1, description="steps")
     keep: int = Field(2, ge=1, description="the newest so many stay")
@@ -374,6 +357,10 @@ class Config(Section):
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError("rewards: two have the same name; give each a 'name'")
+        if self.evaluation.pass_on not in (None, *labels):
+            raise ValueError(f"evaluation.pass_on: there is no reward {self.evaluation.pass_on!r}, only {labels}")
+        if self.evaluation.top_p != 1 and self.generator.engine == "reference":
+            raise ValueError("evaluation.top_p: the reference engine samples from whole distributions only; must be 1")
         algorithm, prompts = self.algorithm, self.batch.prompts_per_step
         if prompts % algorithm.minibatches:
             raise ValueError(f"algorithm.minibatches: {algorithm.minibatches} does not divide {prompts} prompts a step")
@@ -382,6 +369,13 @@ class Config(Section):
         if algorithm.max_candidates is not None and algorithm.max_candidates < prompts:
             raise ValueError("algorithm.max_candidates is smaller than batch.prompts_per_step")
         return self
+
+    @property
+    def evaluation_sampling(self) -> Sampling:
+        """How evaluations are sampled. Nothing is trained on them, so what cuts the distribution is allowed."""
+        own, training = self.evaluation, self.sampling
+        temperature = training.temperature if own.temperature is None else own.temperature
+        return training.model_copy(update={"temperature": temperature, "top_p": own.top_p})
 
     @property
     def fleet_name(self) -> str:

@@ -99,6 +99,7 @@ class Client:
             "prompt": list(prompt_tokens),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
+            **({"top_p": sampling.top_p} if sampling.top_p != 1 else {}),
             "n": n,
             "seed": seed,
             "logprobs": 0,

@@ -34,9 +34,21 @@ class Drawer:
         self._client, self._scorer, self._sampling, self._counters = client, scorer, sampling, counters
         self.inflight_samples = 0
 
-    async def draw(self, problem: Problem, prompt: Sequence[int], policy: str, n: int, seed: int) -> Draw:
-        """PolicyGone, RequestRefused or RequestFailed if there is no answer; a sample that fails is in the draw."""
-        answer = await self._answer(prompt, policy, n, seed)
+    async def draw(
+        self,
+        problem: Problem,
+        prompt: Sequence[int],
+        policy: str,
+        n: int,
+        seed: int,
+        sampling: Sampling | None = None,
+    ) -> Draw:
+        """PolicyGone, RequestRefused or RequestFailed if there is no answer; a sample that fails is in the draw.
+
+        Args:
+          sampling: None: as for training.
+        """
+        answer = await self._answer(prompt, policy, n, seed, sampling or self._sampling)
         choices = [choice for choice in answer.choices if choice is not None]
         began = time.monotonic()
         scores = await self._scorer.score([completion_of(problem, choice) for choice in choices])
@@ -49,10 +61,10 @@ class Drawer:
             failures += [f"sample {index}: {error}" for error in (score.errors if score else ())]
         return Draw(answer, tuple(samples), tuple(failures))
 
-    async def _answer(self, prompt: Sequence[int], policy: str, n: int, seed: int) -> Answer:
+    async def _answer(self, prompt: Sequence[int], policy: str, n: int, seed: int, sampling: Sampling) -> Answer:
         self.inflight_samples += n
         try:
-            answer = await self._client.sample(policy, prompt, n, seed, self._sampling)
+            answer = await self._client.sample(policy, prompt, n, seed, sampling)
         except (RequestRefused, RequestFailed):
             self._counters.request_failures += 1
             raise

@@ -71,13 +71,14 @@ class Evaluator:
         self, index: int, problem: Problem, policy: str, is_wanted: Callable[[], bool]
     ) -> Sequence[Sample | None]:
         """The samples of one problem; None for each of them if it cannot be drawn."""
-        evaluation = self._config.evaluation
+        evaluation, sampling = self._config.evaluation, self._config.evaluation_sampling
         seed = sampling_seed(self._config.run, self._config.seed, f"{evaluation.split} {index}")
         while True:
             try:
                 async with self._place(evaluation.samples):
                     prompt = self._prompts.tokens(problem)
-                    return (await self._drawer.draw(problem, prompt, policy, evaluation.samples, seed)).samples
+                    draw = await self._drawer.draw(problem, prompt, policy, evaluation.samples, seed, sampling)
+                    return draw.samples
             except PolicyGone:
                 if not is_wanted():
                     raise
@@ -109,9 +110,10 @@ class Evaluator:
         return max(self._drawing, self._drawer.inflight_samples) + samples <= self._most
 
     def _result(self, policy: str, drawn: Sequence[Sequence[Sample | None]]) -> dict[str, Any]:
-        evaluation = self._config.evaluation
+        evaluation, sampling = self._config.evaluation, self._config.evaluation_sampling
         samples = [sample for of_problem in drawn for sample in of_problem]
-        rewards = [[s.reward for s in of_problem if s is not None and s.reward is not None] for of_problem in drawn]
+        rewards = [_scored(of_problem, None) for of_problem in drawn]
+        deciding = [_scored(of_problem, evaluation.pass_on) for of_problem in drawn]
         labels = [reward.label for reward in self._config.rewards]
         parts = {label: [s.reward_parts.get(label) for s in samples if s is not None] for label in labels}
         return {
@@ -121,8 +123,11 @@ class Evaluator:
             "samples": evaluation.samples,
             "reward": _mean([reward for of_problem in rewards for reward in of_problem]),
             "rewards": {label: _mean(values) for label, values in parts.items()},
-            "pass_at": {str(k): _mean_pass_at(k, rewards, evaluation.pass_reward) for k in evaluation.pass_at},
+            "pass_at": {str(k): _mean_pass_at(k, deciding, evaluation.pass_reward) for k in evaluation.pass_at},
             "pass_reward": evaluation.pass_reward,
+            "pass_on": evaluation.pass_on,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "unscorable": len(samples) - sum(map(len, rewards)),
             "finished_at": time.time(),
         }
@@ -134,6 +139,13 @@ def pass_at(k: int, samples: int, passed: int) -> float:
     Chen et al. 2021, arXiv:2107.03374.
     """
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
+
+
+def _scored(samples: Sequence[Sample | None], reward: str | None) -> list[float]:
+    """The sum of the rewards of each sample, or its reward of that name, where there is one."""
+    given = [sample for sample in samples if sample is not None]
+    values = [s.reward if reward is None else s.reward_parts.get(reward) for s in given]
+    return [value for value in values if value is not None]
 
 
 def _mean_pass_at(k: int, rewards: Sequence[Sequence[float]], needed: float) -> float | None:

@@ -92,6 +92,9 @@ class _Evaluation(_Shape):
     rewards: dict[str, float | None] = {}
     pass_at: dict[str, float | None] = {}
     pass_reward: float | None = None
+    pass_on: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     unscorable: Count = 0
     finished_at: Seconds = 0
 

@@ -55,6 +55,35 @@ def test_base_and_last_policy_are_evaluated_on_the_held_out_split(make_config: M
     assert base["pass_at"] == pytest.approx({"1": passed.mean(), "2": passed.any(1).mean()})
 
 
+def test_an_evaluation_has_a_sampler_and_a_judge_of_its_own(make_config: MakeConfig) -> None:
+    rewards = [
+        {"source": "tests.rollouts.toys:length"},
+        {"source": "tests.rollouts.toys:none_for", "args": {"problem": -1}, "weight": 1000.0},
+    ]
+    own = {"samples": 2, "temperature": 0.5, "top_p": 0.9, "pass_on": "length", "pass_reward": 100.0}
+    config = with_evaluation(make_config, rewards=rewards, evaluation=own)
+    proxy, _ = whole_run(config)
+    asked = {(r["n"], r["temperature"], r.get("top_p")) for r in proxy.requests}
+    assert asked == {(2, 0.5, 0.9), (3, config.sampling.temperature, None)}
+    for result in evaluations(config).values():
+        assert (result["temperature"], result["top_p"], result["pass_on"]) == (0.5, 0.9, "length")
+        assert result["pass_at"] == {"1": 0.0}, "no text has a length of 100, whatever the other reward gives it"
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({"samples": 2, "temperature": 0}, "would be the same at temperature 0"),
+        ({"samples": 2, "pass_on": "beauty"}, "there is no reward 'beauty'"),
+    ],
+)
+def test_an_evaluation_that_would_say_nothing_is_refused(
+    make_config: MakeConfig, evaluation: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Exception, match=message):
+        with_evaluation(make_config, evaluation=evaluation)
+
+
 def test_the_first_training_groups_go_before_the_evaluation_of_the_base(make_config: MakeConfig) -> None:
     config = with_evaluation(make_config, max_staleness=1)
     proxy, _ = whole_run(config)
