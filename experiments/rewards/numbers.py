@@ -9,6 +9,7 @@ from grpo_jax.rollouts.rewards import Completion
 
 # Characters of a number. Models repeat digits without end, and 1e999999999 as an exact number fills the memory.
 _LONGEST = 500
+_GROUPING = str.maketrans("", "", ", $")
 _INTEGER = re.compile(r"-?\d+")
 # 1,234.5, 3/4, -0.5e-3, .5; thousands are separated by commas.
 _NUMBER = re.compile(
@@ -42,7 +43,7 @@ def last_number(completion: Completion, tolerance: float = 0.0, relative: float 
 
 def to_number(value: Any) -> Fraction | None:
     """What a number or its text stands for, exactly; None if it is none."""
-    text = str(value).strip().replace(",", "").replace(" ", "").removeprefix("$").removesuffix("%").removesuffix(".")
+    text = str(value).strip().translate(_GROUPING).removesuffix("%").removesuffix(".")
     exponent = re.search(r"[eE][-+]?(\d+)", text)
     if len(text) > _LONGEST or (exponent and len(exponent[1]) > 3):
         return None

@@ -6,6 +6,7 @@ patterns are not of the simplest, give the reward `processes: 1` in the config.
 
 import re
 
+from experiments.rewards.exact import is_missing
 from grpo_jax.rollouts.rewards import Completion
 
 
@@ -25,3 +26,6 @@ def captured(completion: Completion, pattern: str) -> float:
     """1 if the first group of the last match in the text, without its thinking part, is the answer, else 0."""
     found = list(re.finditer(pattern, completion.answer_text, re.DOTALL))
     return float(bool(found) and (found[-1][1] or "").strip() == str(completion.answer).strip())
+
+
+captured.check_answer = is_missing  # type: ignore[attr-defined]

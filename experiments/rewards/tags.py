@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from experiments.rewards.exact import is_missing
 from grpo_jax.rollouts.rewards import Completion
 
 
@@ -32,3 +33,6 @@ def tagged_exact(completion: Completion, tag: str = "answer") -> float:
     """1 if the content of the last such pair of tags is the answer, up to white space at its ends, else 0."""
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", completion.text, re.DOTALL)
     return float(bool(found) and found[-1].strip() == str(completion.answer).strip())
+
+
+tagged_exact.check_answer = is_missing  # type: ignore[attr-defined]
