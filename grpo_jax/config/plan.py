@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.algorithms.registry import LOSSES, bound_loss
-from grpo_jax.config.schema import Algorithm, Config
+from grpo_jax.config.schema import Algorithm, Config, Task
 from grpo_jax.errors import UsageError
 from grpo_jax.generator.vllm import max_model_len, on_cpu, vllm_flags
 from grpo_jax.models.config import LoraConfig, ModelConfig, adapter_count, parameter_count, resolve_targets
@@ -16,8 +16,8 @@ from grpo_jax.models.flops import flops_per_token
 from grpo_jax.models.source import resolve_config, resolve_model, shipped_config
 from grpo_jax.rollouts.rewards import load_rewards
 from grpo_jax.rollouts.task_lint import lint_task
-from grpo_jax.rollouts.tasks import NotHere, Splits, load_task, prompt_tokens
-from grpo_jax.rollouts.tokenizer import load_tokenizer
+from grpo_jax.rollouts.tasks import NotHere, Splits, load_task
+from grpo_jax.rollouts.tokenizer import load_tokenizer, prompt_length, require_chat_template
 from grpo_jax.storage.bucket import Bucket
 
 _MAX_PROMPTS = 20_000
@@ -73,15 +73,10 @@ def check_config(config: Config, *, offline: bool = False, weights: bool = False
             return Plan(rows, [*unchecked, f"all that depends on the model's size{_nowhere(source)}"])
         model = known
     rows += _model_rows(config, model, "its own config" if directory else "configs/models, not its own config")
-    if directory is not None and splits:
-        longest, new, row = (
-            _longest_prompt(config, splits, directory),
-            config.sampling.max_tokens,
-            config.batch.row_tokens,
-        )
-        rows.append(("longest prompt", f"{longest} tokens, + {new} new ≤ row of {row}"))
     if lint:
         rows += _findings(config, splits, directory)
+    if directory is not None and splits:
+        rows += _prompt_rows(config, splits, directory)
     if config.generator.engine == "vllm" and config.generator.replicas:
         flags = vllm_flags(config, directory or Path(source), port=0, seed=config.seed, cpu=on_cpu())
         rows.append(("vLLM", " ".join(flags)))
@@ -89,12 +84,17 @@ def check_config(config: Config, *, offline: bool = False, weights: bool = False
 
 
 def _findings(config: Config, splits: Splits, directory: Path | None) -> list[tuple[str, str]]:
-    """Warnings of the lint as rows; UsageError for its first error. `directory`: the model's, for its tokenizer."""
-    found = lint_task(config, None if directory is None else _tokenizer(directory), splits)
-    for finding in found:
-        if finding.is_error:
-            raise UsageError(f"task: {finding.count} {finding.what}, for example {finding.example}")
-    return [("warning", f"{finding.count} {finding.what}, for example {finding.example}") for finding in found]
+    """Warnings of the lint as rows; UsageError with all of them, where one is an error.
+
+    Args:
+      directory: the model's, for its tokenizer.
+    """
+    found = lint_task(config, None if directory is None else _tokenizer(directory, config.task), splits)
+    said = [f"{finding.count} {finding.what}, for example {finding.example}" for finding in found]
+    if any(finding.is_error for finding in found):
+        kinds = ["task" if finding.is_error else "warning" for finding in found]
+        raise UsageError("\n".join(f"{kind}: {text}" for kind, text in zip(kinds, said, strict=True)))
+    return [("warning", text) for text in said]
 
 
 def _nowhere(source: str) -> str:
@@ -176,27 +176,36 @@ def _model_rows(config: Config, model: ModelConfig, origin: str) -> list[tuple[s
     ]
 
 
+def _tokenizer(directory: Path, task: Task) -> Any:
+    tokenizer = _tokenizer_in(directory)
+    require_chat_template(tokenizer, task)
+    return tokenizer
+
+
 @lru_cache(2)  # the runs of a sweep have one model
-def _tokenizer(directory: Path) -> Any:
+def _tokenizer_in(directory: Path) -> Any:
     return load_tokenizer(directory)
 
 
-def _longest_prompt(config: Config, splits: Splits, directory: Path) -> int:
-    """Tokens of the longest prompt; UsageError when one does not fit into a row with its completion."""
-    tokenizer = _tokenizer(directory)
-    longest, room = 0, config.batch.row_tokens - config.sampling.max_tokens
+def _prompt_rows(config: Config, splits: Splits, directory: Path) -> list[tuple[str, str]]:
+    """What there is to say of the prompts' lengths; UsageError when one does not fit into a row with its completion."""
+    tokenizer = _tokenizer(directory, config.task)
+    new, row = config.sampling.max_tokens, config.batch.row_tokens
+    longest, looked_at, dropped = 0, 0, 0
     for split, problems in splits.items():
         for problem in problems[:_MAX_PROMPTS]:
-            try:
-                length = len(prompt_tokens(problem, config.task, tokenizer))
-            except Exception as error:
+            length = prompt_length(problem, config, tokenizer)
+            looked_at += 1
+            if length + new > row and config.task.drop_overlong:
+                dropped += 1
+                continue
+            if length + new > row:
                 raise UsageError(
-                    f"task.source: the prompt of problem {problem.id!r} cannot be rendered: {error}"
-                ) from None
-            if length > room:
-                raise UsageError(
-                    f"batch.row_tokens: {config.batch.row_tokens} is too short for problem {problem.id!r} of the split "
-                    f"{split!r}: {length} prompt tokens and {config.sampling.max_tokens} new ones (sampling.max_tokens)"
+                    f"batch.row_tokens: {row} is too short for problem {problem.id!r} of the split {split!r}: {length} "
+                    f"prompt tokens and {new} new ones (sampling.max_tokens); task.drop_overlong=true leaves such out"
                 )
             longest = max(longest, length)
-    return longest
+    rows = [("longest prompt", f"{longest} tokens, + {new} new ≤ row of {row}")]
+    if dropped:
+        rows.append(("left out", f"{dropped} of {looked_at} problems, whose prompts are longer (task.drop_overlong)"))
+    return rows

@@ -7,7 +7,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.source import resolve_model
 from grpo_jax.rollouts.rewards import Reward, load_rewards, missing_packages
 from grpo_jax.rollouts.tasks import Splits, load_task
-from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
+from grpo_jax.rollouts.tokenizer import Prompts, fitting, load_tokenizer, prompt_length
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,12 @@ def load_plugins(config: Config) -> Plugins:
     splits, rewards = load_task(config.task), load_rewards(config.rewards)
     for missing in missing_packages(rewards):
         raise UsageError(missing)
+    tokenizer = load_tokenizer(resolve_model(config.model.source))
+    prompts = Prompts(config, tokenizer)
+    splits = fitting(splits, config, tokenizer)
     split = config.evaluation.split
     if config.evaluation.samples and not len(splits.get(split, ())):
         raise UsageError(f"evaluation.split: {config.task.source} has no problems in a split {split!r}")
-    prompts = Prompts(config, load_tokenizer(resolve_model(config.model.source)))
-    problem = splits["train"][0]
-    try:
-        prompts.tokens(problem)
-    except UsageError:
-        raise
-    except Exception as error:  # a chat template raises what it likes
-        raise UsageError(
-            f"task.source: problem {problem.id!r} of {config.task.source} is refused by the model's chat template: "
-            f"{error}"
-        ) from None
+    prompt_length(splits["train"][0], config, tokenizer)
+    prompts.tokens(splits["train"][0])
     return Plugins(splits, rewards, prompts)

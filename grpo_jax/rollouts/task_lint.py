@@ -95,6 +95,8 @@ class _Lint:
             self._add(True, "prompts are refused by the model's chat template", f"{where}: {error!s:.200}")
             return
         new, model = self._config.sampling.max_tokens, getattr(self._tokenizer, "model_max_length", self._rows)
+        if length + new > self._rows and self._config.task.drop_overlong:
+            return
         if length + new > min(self._rows, model):
             limit = f"batch.row_tokens = {self._rows}" if self._rows <= model else f"the model's length {model}"
             self._add(True, f"prompts with sampling.max_tokens = {new} are longer than {limit}", f"{where}: {length}")

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_jax.config.schema import Config
+from grpo_jax.config.schema import Config, Task
 from grpo_jax.errors import UsageError
-from grpo_jax.rollouts.tasks import Problem, chat_tokens, messages
+from grpo_jax.rollouts.tasks import Problem, Splits, chat_tokens, messages, prompt_tokens
 
 _CACHED_PROMPTS = 4096
 
@@ -27,15 +27,54 @@ def load_tokenizer(model_dir: Path) -> Any:
     except Exception as error:  # the parser of tokenizer.json raises plain exceptions
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"model.source: no tokenizer can be loaded from {model_dir}: {reason}") from None
-    if not tokenizer.chat_template:
-        raise UsageError(f"model.source: the tokenizer in {model_dir} has no chat template")
     return tokenizer
+
+
+def require_chat_template(tokenizer: Any, task: Task) -> None:
+    """UsageError if neither the model nor the config says how messages become a prompt."""
+    if not tokenizer.chat_template and not task.chat_template_kwargs.get("chat_template"):
+        raise UsageError(
+            "model.source: its tokenizer has no chat template, as those of base models; give one as "
+            "task.chat_template_kwargs.chat_template"
+        )
+
+
+def prompt_length(problem: Problem, config: Config, tokenizer: Any) -> int:
+    """Tokens of a problem's prompt; UsageError if the chat template refuses it."""
+    try:
+        return len(prompt_tokens(problem, config.task, tokenizer))
+    except Exception as error:  # a chat template raises what it likes
+        raise UsageError(
+            f"task.source: problem {problem.id!r} of {config.task.source} is refused by the model's chat template: "
+            f"{error}"
+        ) from None
+
+
+def fitting(splits: Splits, config: Config, tokenizer: Any) -> Splits:
+    """The task's problems without those that `task.drop_overlong` leaves out; UsageError if none is left to train on.
+
+    The others keep their order, so every life of a run has the same ones.
+    """
+    if not config.task.drop_overlong:
+        return splits
+    room = config.batch.row_tokens - config.sampling.max_tokens
+    kept = {
+        name: [problem for problem in problems if prompt_length(problem, config, tokenizer) <= room]
+        for name, problems in splits.items()
+    }
+    if not kept["train"]:
+        raise UsageError(
+            f"task.drop_overlong: no problem of {config.task.source} fits into batch.row_tokens = "
+            f"{config.batch.row_tokens} with sampling.max_tokens = {config.sampling.max_tokens}"
+        )
+    return kept
 
 
 class Prompts:
     """Prompt tokens of problems, computed once for as long as they are remembered."""
 
     def __init__(self, config: Config, tokenizer: Any):
+        require_chat_template(tokenizer, config.task)
         self._config, self._tokenizer = config, tokenizer
         self._tokens = functools.lru_cache(_CACHED_PROMPTS)(self._tokenise)
 

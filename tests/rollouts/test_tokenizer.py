@@ -9,7 +9,7 @@ import pytest
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.rollouts.tasks import Problem
-from grpo_jax.rollouts.tokenizer import Prompts, load_tokenizer
+from grpo_jax.rollouts.tokenizer import Prompts, fitting, load_tokenizer
 from tests.rollouts.conftest import WORDS
 
 
@@ -71,7 +71,9 @@ def test_a_prompt_that_does_not_fit_with_its_completion_names_task_and_problem(
     assert "5 tokens" in message
 
 
-def test_a_directory_without_a_tokenizer_or_template_is_refused(model_dir: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_refused_and_one_without_a_template_needs_the_configs(
+    make_config: Callable[..., Config], model_dir: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=r"^model\.source: there is no tokenizer\.json"):
         load_tokenizer(tmp_path)
     broken = tmp_path / "broken"
@@ -85,5 +87,27 @@ def test_a_directory_without_a_tokenizer_or_template_is_refused(model_dir: Path,
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(bare)
     with pytest.raises(UsageError, match="no chat template"):
-        load_tokenizer(bare)
+        Prompts(make_config(), tokenizer)
+    given = {"chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}
+    task = {"source": "tests.rollouts.toys:letters", "chat_template_kwargs": given}
+    assert Prompts(make_config(task=task), tokenizer).tokens(Problem("p0", "word1 ?")) == (
+        *tokenizer.encode("word1 ?", add_special_tokens=False),
+    )
+
+
+def test_overlong_problems_are_left_out_on_demand(make_config: Callable[..., Config], tokenizer: Any) -> None:
+    problems = [Problem("a", "word1 ?"), Problem("b", "word1 " * 60), Problem("c", "word2 ?")]
+    splits = {"train": problems, "eval": problems[1:2]}
+
+    def left(**changes: Any) -> dict[str, list[str]]:
+        task = {"source": "tests.rollouts.toys:letters", **changes}
+        found = fitting(splits, make_config(task=task, batch={"row_tokens": 64}), tokenizer)
+        return {name: [problem.id for problem in kept] for name, kept in found.items()}
+
+    assert left() == {"train": ["a", "b", "c"], "eval": ["b"]}
+    assert left(drop_overlong=True) == {"train": ["a", "c"], "eval": []}
+    splits["train"] = problems[1:2]
+    with pytest.raises(UsageError, match=r"^task\.drop_overlong: no problem"):
+        left(drop_overlong=True)
