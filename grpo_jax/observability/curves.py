@@ -39,6 +39,17 @@ class Chart:
     lines: Sequence[Line]
     logarithmic: bool = False
 
+    @property
+    def left_out(self) -> int:
+        """Lines for which there are no colours."""
+        return max(len(self.lines) - _MOST_LINES, 0)
+
+    @property
+    def drawn(self) -> list[Line]:
+        """Those with the most points, in the order of all: of many lags the ones that a run trains on, not the rare."""
+        fullest = sorted(range(len(self.lines)), key=lambda i: -len(self.lines[i].points))[:_MOST_LINES]
+        return [self.lines[i] for i in sorted(fullest)]
+
 
 def charts(run: RunData) -> list[Chart]:
     """What there is to draw of: reward by parts, evaluations, |Δlogp| by lag, entropy, lengths, updates, the fleet."""
@@ -95,8 +106,10 @@ def _figure(chart: Chart) -> str:
     """A figure: title, lines with their last values, axes."""
     legend = "".join(
         f'<span class="c{i % _COLOURS}">{escape(line.label)} {number(line.points[-1][1])}</span>'
-        for i, line in enumerate(chart.lines)
+        for i, line in enumerate(chart.drawn)
     )
+    if chart.left_out:
+        legend += f"<span>and {chart.left_out} more</span>"
     return (
         f'<figure><figcaption>{escape(chart.title)}</figcaption><p class="key">{legend}</p>'
         f'<svg class="chart" viewBox="0 0 {_WIDTH:.0f} {_HEIGHT:.0f}" role="img" aria-label="{escape(chart.title)}">'
@@ -105,8 +118,8 @@ def _figure(chart: Chart) -> str:
 
 
 def _drawing(chart: Chart) -> str:
-    xs = [x for line in chart.lines for x, _ in line.points]
-    ys = [y for line in chart.lines for _, y in line.points]
+    xs = [x for line in chart.drawn for x, _ in line.points]
+    ys = [y for line in chart.drawn for _, y in line.points]
     low, high, ticks = _log_range(ys) if chart.logarithmic else _range(ys)
     first, last = min(xs), max(max(xs), min(xs) + 1)
 
@@ -125,7 +138,7 @@ def _drawing(chart: Chart) -> str:
         out.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(value)}</text>')
     for x, anchor in ((first, "start"), (last, "end")):
         out.append(f'<text x="{place(x, ticks[0])[0]:.1f}" y="{_HEIGHT - 5}" text-anchor="{anchor}">{x:.0f}</text>')
-    for i, line in enumerate(chart.lines):
+    for i, line in enumerate(chart.drawn):
         placed = [place(x, y) for x, y in line.points]
         if line.dots or len(placed) == 1:
             out += [f'<circle class="c{i % _COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in placed]
@@ -137,7 +150,7 @@ def _drawing(chart: Chart) -> str:
 
 def _lines(metrics: Sequence[Metrics], keys: Sequence[tuple[str, str]]) -> list[Line]:
     found = []
-    for key, label in keys[:_MOST_LINES]:
+    for key, label in keys:
         points = [(float(r["step"]), float(r[key])) for r in metrics if key in r]
         if key.startswith("mismatch/"):
             points = [(x, y) for x, y in points if y > 0]  # a logarithmic axis has no zero
@@ -159,7 +172,7 @@ def _evaluations(run: RunData) -> list[Line]:
             passed = [(float(step_of(e, every)), passed_at(e)[k]) for e in chosen if k in passed_at(e)]
             found.append(Line(f"pass@{k}{of}", sorted(passed), dots=True))
     different = {tuple(line.points): line for line in reversed(found) if line.points}
-    return list(reversed(different.values()))[:_MOST_LINES]
+    return list(reversed(different.values()))
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

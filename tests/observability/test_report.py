@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from grpo_jax.errors import UsageError
-from grpo_jax.observability.curves import charts
+from grpo_jax.observability.curves import Chart, Line, _figure, charts
 from grpo_jax.observability.plot import _label, draw
 from grpo_jax.observability.report import Report, build_report
 from grpo_jax.observability.rundata import RunData, load_run
@@ -99,6 +99,15 @@ def test_evaluations_in_between_and_pass_at_k(root: Bucket, tmp_path: Path) -> N
     assert [line.label for line in chart.lines] == ["mean reward", "pass@4"]
     assert chart.lines[0].points == [(0.0, 0.171875), (5.0, 0.5), (10.0, 0.9375)]
     assert report.summary["held_out_pass_at"]["4"] == (0.5859375, 0.96875)
+
+
+def test_of_many_lags_the_ones_that_a_run_trains_on_are_drawn() -> None:
+    lags = [Line(f"lag {k}", [(float(k), 1.0)]) for k in range(16)]
+    chart = Chart("by lag", [*lags, Line("lag 16", [(float(step), 2.0) for step in range(16, 85)])], logarithmic=True)
+    assert [line.label for line in chart.drawn] == ["lag 0", "lag 1", "lag 2", "lag 3", "lag 4", "lag 16"]
+    html = _figure(chart)
+    assert "lag 16" in html
+    assert "and 11 more" in html
 
 
 @pytest.mark.usefixtures("quick")
