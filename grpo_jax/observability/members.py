@@ -1,5 +1,6 @@
 """The runs that are compared: of a sweep, whether they have begun or not, or any others."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from grpo_jax.storage.bucket import Bucket
 
 INDEX = "sweep.json"
 """In the folder of a sweep: which runs it consists of, whether they have begun or not."""
+NOT_STARTED = "not started"
 
 
 @dataclass(frozen=True)
 class Member:
     """One run. `settings`: the factors by which the runs compared differ, but for the seed.
 
-    `status` is that of the run's record, or `not started`; `note` says more of a run that is not finished.
+    `status` is that of the run's record, or NOT_STARTED; `note` says more of a run that is not finished.
     """
 
     run: str
@@ -43,12 +45,21 @@ class Member:
 
 
 def write_index(folder: Bucket, sweep: Sweep) -> None:
-    """Records which runs the sweep in this folder consists of."""
+    """Records which runs the sweep in this folder consists of: those that it has now, after those of earlier times.
+
+    Seeds and values may be added one after the other; what was run before belongs to the comparison all the same, if it
+    has the same factors.
+    """
     runs = [
         {"run": v.config.run, "settings": _plain(v.settings), "seed": v.config.seed, "steps": v.config.steps}
         for v in sweep.variants
     ]
-    folder.replace(INDEX, json.dumps({"sweep": sweep.name, "runs": runs}, indent=1).encode())
+    now, factors = {run["run"] for run in runs}, {key for run in runs for key in run["settings"]}
+    earlier = []
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # no record of a sweep: it becomes one
+        known = json.loads(folder.read_or_none(INDEX) or b'{"runs": []}')["runs"]
+        earlier = [{**r, "earlier": True} for r in known if r["run"] not in now and r["settings"].keys() == factors]
+    folder.replace(INDEX, json.dumps({"sweep": sweep.name, "runs": [*earlier, *runs]}, indent=1).encode())
 
 
 def members_of_sweep(folder: Bucket) -> tuple[str, list[Member]] | None:
@@ -60,8 +71,9 @@ def members_of_sweep(folder: Bucket) -> tuple[str, list[Member]] | None:
         index = json.loads(data)
         if not all(RUN_NAME.fullmatch(r["run"]) for r in index["runs"]):
             raise ValueError("a run without a name")
-        runs = [(folder.child(r["run"]), dict(r["settings"]), r["seed"], r["steps"]) for r in index["runs"]]
-        return str(index["sweep"]), [_member(*run) for run in runs]
+        members = [_member(folder.child(r["run"]), dict(r["settings"]), r["seed"], r["steps"]) for r in index["runs"]]
+        gone = [bool(r.get("earlier")) and m.status == NOT_STARTED for r, m in zip(index["runs"], members, strict=True)]
+        return str(index["sweep"]), [m for m, is_gone in zip(members, gone, strict=True) if not is_gone]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{folder.address}/{INDEX} is no record of a sweep") from None
 
@@ -89,7 +101,7 @@ def members_of_runs(runs: Sequence[Bucket]) -> list[Member]:
 def _member(run: Bucket, settings: dict[str, Any], seed: int | None, steps: int | None) -> Member:
     data = load_run(run.local_path() if run.is_local else None, run, groups=False)
     total = data.config_value("steps", steps)
-    status = str(data.run.get("status") or ("unknown" if data.metrics else "not started"))
+    status = str(data.run.get("status") or ("unknown" if data.metrics else NOT_STARTED))
     done = f"{len(data.metrics)} of {total} steps"
     note = f"{data.run['error']} ({done})" if data.run.get("error") else done
     trained = data.held_out[1]

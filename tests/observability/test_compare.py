@@ -230,6 +230,16 @@ def test_a_sweep_s_folder_knows_the_runs_that_have_not_begun(tmp_path: Path) -> 
     )
     assert list(members[0].settings) == ["z", "a"]
     assert members_of_sweep(folder.child("one")) is None
+
+    def after(**settings: dict[str, Any]) -> list[str]:
+        write_index(folder, Sweep("study", str(tmp_path), [Variant("", s, config(n)) for n, s in settings.items()]))
+        found = members_of_sweep(folder)
+        assert found is not None
+        return [member.run for member in found[1]]
+
+    assert after(three={"z": 3, "a": "x"}) == ["one", "three"], "two has left the sweep without ever having begun"
+    assert after(three={"z": 3, "a": "x"}, two={"z": 2, "a": "x"}) == ["one", "three", "two"]
+    assert after(four={"b": 1}) == ["four"], "what has other factors cannot be compared"
     folder.replace("sweep.json", b"{")
     with pytest.raises(UsageError, match=r"sweep\.json is no record of a sweep"):
         members_of_sweep(folder)
