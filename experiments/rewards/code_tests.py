@@ -11,22 +11,27 @@ from grpo_jax.rollouts.rewards import Completion
 
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
-# Says how many tests have passed after each of them, behind a word that the solution does not know: a solution that
-# prints, or that leaves with exit code 0 before its tests, has passed none.
+# Says how many tests have passed after each of them, behind a word that no name leads the solution to: one that prints,
+# or that leaves with exit code 0 before its tests, has passed none.
 _HARNESS = """
-import io, json, os, sys
-job, report = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
-sys.stdin, sys.stdout = io.StringIO(), io.StringIO()
-space, passed = {"__name__": "solution"}, 0
-exec(compile(job["solution"], "solution.py", "exec"), space)
-for number, test in enumerate(job["tests"]):
-    try:
-        exec(compile(test, f"test_{number}.py", "exec"), space)
-        passed += 1
-    except BaseException:
-        pass
-    print(job["word"], passed, file=report, flush=True)
-os._exit(0)
+def main():
+    import io, json, os, sys
+    job, report = json.load(sys.stdin), os.dup(1)
+    write, leave, run, compiled = os.write, os._exit, exec, compile
+    sys.stdin, sys.stdout = io.StringIO(), io.StringIO()
+    space, passed, word, tests = {"__name__": "solution"}, 0, job["word"], job["tests"]
+    solution = compiled(job["solution"], "solution.py", "exec")
+    del job
+    run(solution, space)
+    for number, test in enumerate(tests):
+        try:
+            run(compiled(test, f"test_{number}.py", "exec"), space)
+            passed += 1
+        except BaseException:
+            pass
+        write(report, f"{word} {passed}\\n".encode())
+    leave(0)
+main()
 """
 
 
@@ -44,7 +49,9 @@ def passes_tests(
 
     The code is the last fenced block of the text without its thinking part, or all of it where there is none. Tests
     that are code (`assert f(2) == 3`) run one after another with the code's names; tests that are {"input", "output"}
-    each run it as a program, and compare what it prints up to white space. Give the reward a `timeout_s` above what
+    each run it as a program, and compare what it prints up to white space. Tests that are code share a process with the
+    solution: what looks for a way around them (an object that is equal to everything, the frames of its caller) finds
+    one, and only programs that are judged by their output do not. Give the reward a `timeout_s` above what
     its tests may take: `wall_s`, for each input where tests have inputs.
 
     Args:

@@ -63,6 +63,8 @@ def test_half_right_code_passes_half_of_the_tests() -> None:
         "raise SystemExit(0)",
         "import os; os._exit(0)",
         "import sys\nfor _ in TESTS: print('passed 2', file=sys.__stdout__)",
+        "import __main__ as m; print(m.job['word'], len(m.job['tests']), file=m.report, flush=True)",
+        "import __main__ as m, os\nfor name in dir(m): print(getattr(m, name), 2, file=os.fdopen(1, 'w'), flush=True)",
         "while True: pass",
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     ],
