@@ -8,6 +8,7 @@ from grpo_jax.config.load import load_config
 from grpo_jax.config.plan import Plan, check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.config.sweep import load_sweep
+from grpo_jax.generator.vllm import problem_on_gpu
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
@@ -32,6 +33,7 @@ def test_it_passes_check_without_a_network(path: Path, no_network: None) -> None
         assert plan.model is not None, "configs/models says nothing of its model"
         # What could not be checked is said, not passed over.
         on_the_hub = not config.model.source.startswith("pypi:")
+        assert not on_the_hub or problem_on_gpu(config) is None
         assert any("prompts fit" in item for item in plan.unchecked) == on_the_hub
         assert any(item.startswith("the problems: ") for item in plan.unchecked) == ("hub:" in config.task.source)
 
@@ -39,10 +41,13 @@ def test_it_passes_check_without_a_network(path: Path, no_network: None) -> None
 @pytest.mark.parametrize("name", sorted(ABLATIONS | STUDIES))
 def test_an_ablation_runs_on_a_gpu_model_by_the_override_that_it_names(name: str, no_network: None) -> None:
     path = CONFIGS / "ablations" / f"{name}.yaml"
-    override = "model.source=Qwen/Qwen2.5-1.5B-Instruct"
-    assert override in path.read_text()
-    for config in configs(path, override):
+    overrides = ["model={source: Qwen/Qwen2.5-1.5B-Instruct, dtype: bfloat16}"]
+    if name == "precision":
+        overrides = ["model.source=Qwen/Qwen2.5-1.5B-Instruct", "sweep.grid.model.dtype=[bfloat16,float16]"]
+    assert all(override in path.read_text() for override in overrides)
+    for config in configs(path, *overrides):
         assert checked(config).model is not None
+        assert problem_on_gpu(config) is None
     seeds = {config.seed for config in configs(path)}
     assert seeds == ({0, 1} if name in STUDIES else {0})
 

@@ -102,6 +102,8 @@ def test_the_overlong_penalty_falls_over_the_cache_and_leaves_the_recorded_rewar
     np.testing.assert_array_equal(group.rewards, [1.0] * 5)
     assert is_zero_variance(group, Algorithm(), MAX_TOKENS)
     assert not is_zero_variance(group, algorithm, MAX_TOKENS)
+    # What replaces such groups asks whether all are right or all are wrong.
+    assert is_zero_variance(group, algorithm.model_copy(update={"zero_variance": "replace"}), MAX_TOKENS)
     (samples,) = minibatches([group], overlong_cache=4, overlong_penalty=0.5)
     np.testing.assert_allclose([s.advantage for s in samples], shaped - shaped.mean(), atol=1e-6)
 
