@@ -50,7 +50,7 @@ def write_index(folder: Bucket, sweep: Sweep) -> None:
     Seeds and values may be added one after the other; what was run before belongs to the comparison all the same, if it
     has the same factors.
     """
-    runs = [
+    runs: list[dict[str, Any]] = [
         {"run": v.config.run, "settings": _plain(v.settings), "seed": v.config.seed, "steps": v.config.steps}
         for v in sweep.variants
     ]
