@@ -14,7 +14,7 @@ from grpo_jax.adapters.peft import modules, read_adapter
 from grpo_jax.errors import UsageError
 from grpo_jax.scratch import scratch
 from grpo_jax.storage import layout
-from grpo_jax.storage.bucket import Bucket, BucketError
+from grpo_jax.storage.bucket import Bucket
 
 # What would make the adapter another function than scale · B A on each target.
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
@@ -31,6 +31,7 @@ def initial_adapter(source: str, like: Mapping[str, Any], *, rank: int, scale: f
 
     Raises:
       UsageError: there is no such adapter, or it does not fit; one sentence that says in what.
+      BucketError: it cannot be read now.
     """
     where = f"lora.init_from: {Bucket(source).address}"
     with scratch() as folder:
@@ -54,10 +55,7 @@ def initial_adapter(source: str, like: Mapping[str, Any], *, rank: int, scale: f
 def _fetch(source: str, where: str, folder: Path) -> None:
     bucket = Bucket(source)
     for file in (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS):
-        try:
-            data = bucket.read_or_none(file)
-        except BucketError as error:
-            raise UsageError(f"lora.init_from: {error}") from None
+        data = bucket.read_or_none(file)
         if data is None:
             raise UsageError(f"{where} holds no {file}")
         (folder / file).write_bytes(data)

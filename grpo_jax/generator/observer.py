@@ -64,6 +64,8 @@ class Observer:
             run = await self._read(self._run)
             if run is not None:
                 self.base_digest = (run.get("base") or {}).get("digest")
+                if run.get("status") == "failed":
+                    await self._read(self._learner)
                 self.over = self._end(run)
             if run is None or self.over is not None:
                 await asyncio.sleep(self._away_s)
@@ -95,6 +97,10 @@ class Observer:
         self._first_stamp = self._first_stamp or stamp
         fresh = stamp != self._first_stamp or self._run.silent_s() >= _STALE_END_S
         status = run.get("status")
+        if (
+            status == "failed"
+        ):  # whoever looks after the learner may start it again; its state beats from the first moment
+            fresh = self.silent_s >= _STALE_END_S
         return f"the run has {status}" if status in _FINAL and fresh else None
 
     async def _read(self, reader: RecordReader) -> Record | None:

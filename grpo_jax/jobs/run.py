@@ -17,6 +17,7 @@ from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, RunFailed, U
 from grpo_jax.generator.engines import require_engine
 from grpo_jax.jobs.local import Supervisor, default_environment, stop_on_signals
 from grpo_jax.jobs.show import run_decoder
+from grpo_jax.learner.fence import delete_claims
 from grpo_jax.observability.logs import log_to
 from grpo_jax.observability.progress import RunProgress
 from grpo_jax.observability.report import Report, build_report
@@ -138,11 +139,16 @@ def _interrupted(config: Config, run_dir: Path, saved: bool) -> RunResult:
 
 
 def delete_run(run: Bucket) -> None:
-    """Deletes what a run has written, and nothing else that may lie in the same place."""
+    """Deletes what a run has written, and nothing else that may lie in the same place.
+
+    What stays is the newest claim, so that no learner of it, should one be alive all the same, goes on (`fence`).
+    """
     for prefix in layout.RUN_FOLDERS:
-        run.delete_folder(prefix)
+        if prefix != layout.INCARNATIONS:
+            run.delete_folder(prefix)
     for key in layout.RUN_FILES:
         run.delete(key)
+    delete_claims(run)
 
 
 def _refuse_living(run: Bucket) -> None:

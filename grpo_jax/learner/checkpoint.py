@@ -132,8 +132,13 @@ class Checkpointer:
         self, saved: Saved, state: LearnerState, meta: Meta | Callable[[], Meta], first: Callable[[], None]
     ) -> None:
         with scratch() as folder:
-            with _orbax() as checkpointer:
-                checkpointer.save(folder / "state", state)
+            try:
+                with _orbax() as checkpointer:
+                    checkpointer.save(folder / "state", state)
+            except ValueError as error:  # what TensorStore makes of a disk that is full or fails
+                if "os_error_code" not in str(error):
+                    raise
+                raise OSError(f"writing it to {folder.parent} failed: {error!s:.300}") from None
             contents = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         files = {
             relative: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}

@@ -29,6 +29,11 @@ class Engine:
         """Takes a state from the host, the same on every process."""
         self._state = self._step.place_state(state)
 
+    def start_from(self, lora: Tree | None) -> None:
+        """Before the first step: takes an adapter from the host in place of the fresh one, if there is one."""
+        if lora is not None:
+            self.restore(self.host_state().replace(lora=lora))
+
     def host_state(self) -> LearnerState:
         """The whole state, as host arrays."""
         return jax.device_get(self._step.gather(self._state))

@@ -37,6 +37,18 @@ def incarnations(run: Bucket) -> list[int]:
     return sorted(int(match[1]) for match in map(_KEY.fullmatch, run.list(layout.INCARNATIONS)) if match)
 
 
+def delete_claims(run: Bucket) -> None:
+    """All but the newest, and with it the last words of all: for a run that starts anew.
+
+    A learner that was stopped (SIGSTOP, a frozen machine) would else take itself for the newest when it goes on.
+    """
+    newest = max(incarnations(run), default=0)
+    for key in run.list(layout.INCARNATIONS):
+        match = _KEY.fullmatch(key)
+        if match is None or int(match[1]) < newest:
+            run.delete(key)
+
+
 def claim_incarnation(run: Bucket) -> int:
     """Claims the next incarnation of the learner; an older one that is still alive stops when it sees this."""
     while True:

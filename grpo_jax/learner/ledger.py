@@ -27,6 +27,11 @@ class Ledger:
     _offered: dict[str, Group] = field(default_factory=dict)
     _replaced: int = 0  # since the last batch was taken
 
+    @property
+    def offered_versions(self) -> set[int]:
+        """The versions that sampled what is on offer."""
+        return {group.version for group in self._offered.values()}
+
     def offer(self, groups: Iterable[Group]) -> None:
         for group in groups:
             key = str(group.id)

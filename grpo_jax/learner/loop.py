@@ -149,6 +149,7 @@ class Learner:
         started = time.monotonic()
         life.activity.set("publishing", "the previous version to be in the bucket")
         version = -(-life.step // self._config.sync_every)
+        self._await_named(version - 1)
         if self._config.staleness is not None and not publisher.flush(FLUSH_S):
             # A version that is skipped would be missing for ever.
             raise RunFailed(f"the bucket {life.run.address} did not take an adapter within {FLUSH_S:.0f} s")
@@ -158,6 +159,13 @@ class Learner:
         else:
             publisher.submit(version, life.step, applied.publish, applied.canary_logprobs)
         return time.monotonic() - started
+
+    def _await_named(self, version: int) -> None:
+        """Groups of a life before this one may name a version that is still being published: their policy is known only
+        then, and if a newer version took its place in the queue, it never would be."""
+        publisher = self._parts.publisher
+        if any(v <= version and v not in publisher.lineage for v in self._life.ledger.offered_versions):
+            self._life.flush(publisher, "an adapter")
 
     # ---- batches
 
@@ -186,6 +194,7 @@ class Learner:
     def _take(self, version: int) -> list[Group] | None:
         life, config = self._life, self._config
         newest = max(version, life.history.steps // config.sync_every)
+        self._await_named(version)
         life.ledger.sweep(version, self._parts.publisher.lineage, newest)
         return life.ledger.take(
             config.batch.prompts_per_step,

@@ -201,6 +201,7 @@ class _Player:
         """Goes on after the newest checkpoint, if there is one; returns its lineage."""
         restored = self._checkpointer.restore_newest(self._engine.state_shape())
         if restored is None:
+            self._engine.start_from(self._trainer.given_lora())
             return {}
         state, meta = restored
         self._engine.restore(state)

@@ -64,11 +64,18 @@ class Trainer:
     init_from: str | None = None
 
     def initial_lora(self) -> Any:
-        """B = 0, so that v0 is the base; or the adapter that the run starts from."""
-        fresh = init_lora(jax.random.key(self.seed), self.model, self.lora)
+        """B = 0, so that v0 is the base."""
+        return init_lora(jax.random.key(self.seed), self.model, self.lora)
+
+    def given_lora(self) -> Any | None:
+        """The adapter that the run starts from in place of it, on the host, if the config names one.
+
+        BucketError while it cannot be had, UsageError if it does not fit. Only a run without a checkpoint needs it.
+        """
         if self.init_from is None:
-            return fresh
-        return initial_adapter(self.init_from, fresh, rank=self.lora.rank, scale=self.lora.scale)
+            return None
+        like = jax.eval_shape(self.initial_lora)
+        return initial_adapter(self.init_from, like, rank=self.lora.rank, scale=self.lora.scale)
 
     def published_form(self, lora: Any) -> Any:
         return rounded(lora, self.dtype)

@@ -88,24 +88,24 @@ def prepare(life: Life) -> Parts:
 
 
 def _write_run_record(life: Life, trainer: Trainer) -> None:
-    config = life.config
+    config, digest, created_at = life.config, trainer.base_digest, time.time()
+    old = life.persist("reading the run's record", RecordReader(life.run, layout.RUN).read)
+    if old is not None:
+        created_at = old.get("created_at", created_at)
+        known = str((old.get("base") or {}).get("digest") or digest)
+        if known != digest:  # nothing is written then: the record has to go on saying what the run was started with
+            raise UsageError(
+                f"model.source: the weights of {config.model.source} are not those that the run {config.run} was "
+                f"started with (digest {digest[:12]} instead of {known[:12]})"
+            )
     life.run_body = {
         "run": config.run,
         "config": config.model_dump(mode="json"),
         "versions": versions(),
-        "base": {"source": config.model.source, "digest": trainer.base_digest},
-        "created_at": time.time(),
+        "base": {"source": config.model.source, "digest": digest},
+        "created_at": created_at,
         "error": None,
     }
-    old = life.persist("reading the run's record", RecordReader(life.run, layout.RUN).read)
-    if old is not None:
-        life.run_body["created_at"] = old.get("created_at", life.run_body["created_at"])
-        known = str((old.get("base") or {}).get("digest") or trainer.base_digest)
-        if known != trainer.base_digest:
-            raise UsageError(
-                f"model.source: the weights of {config.model.source} are not those that the run {config.run} was "
-                f"started with (digest {trainer.base_digest[:12]} instead of {known[:12]})"
-            )
     life.write_run_record(status="running")
     life.heartbeat.confirm(life.run_record)
 
@@ -126,6 +126,8 @@ def _restore(life: Life, engine: Engine) -> tuple[dict[int, str], bool]:
         life.step = int(meta["step"])
         lineage = {int(version): str(name) for version, name in meta["lineage"].items()}
         log.info("resuming after step %d", life.step)
+    else:
+        engine.start_from(life.persist("reading lora.init_from", engine.trainer.given_lora))
     life.history = History(life.persist("reading the batch records", lambda: read_batches(life.run)))
     life.ledger.trained.update(life.history.trained_before(life.step))
     life.ledger.drops.update(life.history.drops_before(life.step))

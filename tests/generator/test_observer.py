@@ -48,13 +48,29 @@ def test_a_run_that_ends_under_our_eyes_is_over_until_a_learner_takes_it_back(ru
         writer.write(_record("running"))
         async with _watching(run) as observer:
             assert await _within(1.5, observer) is None
-            writer.write(_record("failed"))
-            assert await _within(10, observer) == "the run has failed"
+            writer.write(_record("finished"))
+            assert await _within(10, observer) == "the run has finished"
             RecordWriter(run, layout.RUN, 2).write(_record("running"))
             deadline = time.monotonic() + 10
             while observer.over is not None:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
+
+    asyncio.run(body())
+
+
+def test_a_failure_counts_once_nobody_has_started_the_learner_again(run, monkeypatch):
+    async def body() -> None:
+        monkeypatch.setattr(module, "_STALE_END_S", 2.0)
+        writer, state = RecordWriter(run, layout.RUN, 1), RecordWriter(run, layout.LEARNER_STATE, 2)
+        writer.write(_record("running"))
+        async with _watching(run) as observer:
+            assert await _within(1.5, observer) is None
+            writer.write(_record("failed"))
+            for beat in range(8):  # the next life loads its model; that it runs the record says much later
+                state.write({"step": 0, "phase": "starting", "beat": beat})
+                assert await _within(0.5, observer) is None
+            assert await _within(10, observer) == "the run has failed"
 
     asyncio.run(body())
 

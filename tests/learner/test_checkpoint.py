@@ -1,3 +1,5 @@
+import resource
+
 import jax
 import numpy as np
 import pytest
@@ -77,6 +79,23 @@ def test_what_is_not_whole_is_passed_over_for_the_one_before(run, damage):
     state, meta = Checkpointer(run, keep=3).restore_newest(first)
     assert meta["step"] == 5
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), first)
+
+
+def test_a_disk_that_takes_no_more_is_trouble_that_passes(tmp_path):
+    """TensorStore has a ValueError for it. The save after it, with room again, is whole."""
+    first, second = states()
+    checkpointer = Checkpointer(Bucket(f"memory://{tmp_path.name}/full"), keep=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        checkpointer.save(5, first, {})
+        with pytest.raises(OSError, match=r"writing it to .* failed"):
+            checkpointer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpointer.save(10, second, {})
+    checkpointer.wait()
+    assert checkpointer.steps() == [10]
 
 
 def test_no_checkpoint_is_none(run):

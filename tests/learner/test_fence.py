@@ -2,7 +2,14 @@ import threading
 
 import pytest
 
-from grpo_jax.learner.fence import FencedBucket, TakenOver, check_incarnation, claim_incarnation, incarnations
+from grpo_jax.learner.fence import (
+    FencedBucket,
+    TakenOver,
+    check_incarnation,
+    claim_incarnation,
+    delete_claims,
+    incarnations,
+)
 from grpo_jax.storage.bucket import Bucket
 
 
@@ -49,6 +56,18 @@ def test_what_is_no_claim_does_not_count(run):
     run.put("incarnations/000007.json", b"")
     assert incarnations(run) == [7]
     assert claim_incarnation(run) == 8
+
+
+def test_a_run_that_starts_anew_is_above_whatever_may_still_be_alive(run):
+    for _ in range(3):
+        frozen = claim_incarnation(run)
+    run.put("incarnations/000002.last.run.json", b"{}")
+    delete_claims(run)
+    assert incarnations(run) == [frozen]
+    assert len(run.list()) == 1
+    check_incarnation(run, claim_incarnation(run))
+    with pytest.raises(TakenOver):
+        check_incarnation(run, frozen)
 
 
 @pytest.mark.parametrize(
