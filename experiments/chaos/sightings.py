@@ -12,6 +12,7 @@ from grpo_jax.jobs.watchdog import LOCAL_REPLICA, WORKER
 from grpo_jax.rollouts.sample import Group, GroupError
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.dropped import dropped_in
 from grpo_jax.storage.records import Record, RecordReader
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -94,7 +95,7 @@ class Committed:
         for key in self.run.list(layout.BATCHES):
             self._look_at_batch(key)
         record = RecordReader(self.run, layout.LEARNER_STATE).read()
-        self.drops.update({} if record is None else dict(record["drops"]))
+        self.drops.update((str(group), reason) for group, reason in dropped_in(record))
 
     def still_there(self) -> set[str]:
         """The groups that are whole in the spool now."""

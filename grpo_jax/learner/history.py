@@ -1,5 +1,6 @@
 """What the run has done so far, by its batch records: those found at the start and those written since."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from grpo_jax.storage.batches import BatchRecord
@@ -12,6 +13,7 @@ class History:
         self._records: dict[int, BatchRecord] = {}
         self._settled: dict[str, int] = {}  # group id → the step whose record first names it, as trained or dropped
         self._files: dict[str, tuple[str, int]] = {}
+        self._dropped: dict[int, Counter[str]] = {}
         for _, record in sorted((records or {}).items()):
             self.add(record)
 
@@ -22,8 +24,11 @@ class History:
         if given_up:
             for t in given_up:
                 del self._records[t]
+                del self._dropped[t]
             for key in [key for key, t in self._settled.items() if t >= step]:
                 del self._settled[key]
+        before = self._dropped[max(self._dropped)] if self._dropped else Counter()
+        self._dropped[step] = before + Counter(self.unrecorded(record["drops"]).values())
         self._records[step] = record
         self._files.update(zip(record["groups"], map(tuple, record["files"]), strict=False))
         for key in (*record["groups"], *record["drops"]):
@@ -56,9 +61,17 @@ class History:
         return {group for t, record in self._records.items() if t < step for group in record["groups"]}
 
     def drops_before(self, step: int) -> dict[str, str]:
-        """What was dropped when the last step before `step` began; each record has all drops until then."""
-        last = max((t for t in self._records if t < step), default=None)
-        return {} if last is None else dict(self._records[last]["drops"])
+        """What was dropped when the last step before `step` began."""
+        records = [record for t, record in sorted(self._records.items()) if t < step]
+        return {group: reason for record in records for group, reason in record["drops"].items()}
+
+    def dropped(self, step: int) -> Counter[str]:
+        """Reason → groups that were dropped when `step`, which is on record, began."""
+        return self._dropped[step]
+
+    def unrecorded(self, drops: Mapping[str, str]) -> dict[str, str]:
+        """Those of which no record says anything: each record has only what it adds. (Earlier ones had all.)"""
+        return {group: reason for group, reason in drops.items() if group not in self._settled}
 
     def settled_before(self, step: int) -> dict[str, int]:
         """Groups that no step from `step` on can ask for → the step that trained or dropped them; the oldest first."""

@@ -29,6 +29,7 @@ from grpo_jax.observability.metrics import MetricsLog
 from grpo_jax.rollouts.pinning import Pin
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.dropped import dropped_body
 from grpo_jax.storage.records import RecordWriter
 from grpo_jax.storage.spool import SpoolReader
 
@@ -77,6 +78,7 @@ class Life:
         self.checkpointer = Checkpointer(
             self.run, config.checkpoints.keep, config.checkpoints.keep_every, self.incarnation
         )
+        self._dropped_body: tuple[int, dict[str, Any]] | None = None
         self.closing = ExitStack()
         """What is to be closed at the end; the last first."""
         self.heartbeat = Heartbeat(self.run, self.incarnation, self._state_body)
@@ -120,6 +122,13 @@ class Life:
         """How many files of the spool were refused."""
         return 0 if self.spool is None else len(self.spool.rejected)
 
+    def _dropped(self) -> dict[str, Any]:
+        """Made anew only when there is more to say: it is asked every second."""
+        drops = dict(self.ledger.drops)  # a copy: the loop goes on while this thread sorts
+        if self._dropped_body is None or self._dropped_body[0] != len(drops):
+            self._dropped_body = len(drops), dropped_body(drops)
+        return self._dropped_body[1]
+
     def _state_body(self) -> dict[str, Any]:
         current = self.publisher.current if self.publisher else None
         refused = [] if self.spool is None else list(self.spool.rejected.items())
@@ -130,7 +139,7 @@ class Life:
             "total_steps": self.config.steps,
             "phase": self.phase,
             **self.activity.body(),
-            "drops": sorted(dict(self.ledger.drops).items()),  # a copy: the loop goes on while this thread sorts
+            "dropped": self._dropped(),
             "quarantined": refused[-_SHOWN_QUARANTINED:],
             "quarantined_total": len(refused),
         }

@@ -1,10 +1,12 @@
 """What a replay trains on: the batch records and the spool of a run that has been trained before."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 from grpo_jax.errors import UsageError
+from grpo_jax.learner.history import History
 from grpo_jax.rollouts.sample import Group, GroupError
 from grpo_jax.storage import layout
 from grpo_jax.storage.batches import BatchRecord, read_batches
@@ -26,6 +28,7 @@ class Source:
         """
         self._run, self.record = run, record
         self._batches = read_batches(run)
+        self._history = History(self._batches)
         self.steps = next((t for t in range(len(self._batches) + 1) if t not in self._batches), 0)
         if not self.steps:
             raise UsageError(f"{run.address}: no step has been recorded, so there is nothing to train again")
@@ -38,6 +41,10 @@ class Source:
                 f"{run.address}: groups of {_spans(gone)} are no longer in the spool (see rollouts.keep), and a replay "
                 "needs those of every step"
             )
+
+    def dropped(self, step: int) -> Counter[str]:
+        """Reason → groups that the run had dropped when this step began."""
+        return self._history.dropped(step)
 
     def batch(self, step: int) -> BatchRecord:
         """The record of a step: `groups` (ids in order), `version`, `drops`."""

@@ -17,6 +17,7 @@ from grpo_jax.rollouts.sample import Group, GroupError, GroupId
 from grpo_jax.storage import layout
 from grpo_jax.storage.batches import BatchRecord, read_batches
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.dropped import dropped_in
 from grpo_jax.storage.records import Record, read_record
 
 _LONGEST_TEXT = 4000
@@ -119,10 +120,10 @@ def _trained_by(batches: Batches, group_id: str) -> int | None:
 
 
 def _drop_reason(run: Bucket, batches: Batches, group_id: str) -> str | None:
-    """Why the learner will never train it: from its last word, or from its last batch record."""
+    """Why the learner will never train it: from its last word, or from its batch records."""
     state = read_record(run, layout.LEARNER_STATE) or {}
-    drops = {**batches[max(batches)]["drops"]} if batches else {}
-    drops.update(state.get("drops") or [])
+    drops = {group: reason for batch in batches.values() for group, reason in batch["drops"].items()}
+    drops.update((str(group), reason) for group, reason in dropped_in(state))
     return drops.get(group_id)
 
 

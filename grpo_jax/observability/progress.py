@@ -18,6 +18,7 @@ from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import run_name
 from grpo_jax.observability.snapshot import Observer, Snapshot
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.dropped import count_dropped
 
 log = logging.getLogger(__name__)
 
@@ -148,5 +149,5 @@ def _roles(snapshot: Snapshot) -> list[str]:
     inflight = sum(w.get("inflight_samples", 0) for w in snapshot.workers.values())
     parts = [f"{ready}/{len(snapshot.replicas)} replicas ready"] if snapshot.replicas else []
     parts += [f"{inflight} samples in flight"] if snapshot.workers else []
-    dropped = len(snapshot.learner.get("drops", []))
+    dropped = count_dropped(snapshot.learner).total()
     return [*parts, f"{dropped} dropped"] if dropped else parts

@@ -12,6 +12,7 @@ from grpo_jax.observability.metrics import Metrics
 from grpo_jax.observability.rundata import RunData
 from grpo_jax.observability.timeline import overlap
 from grpo_jax.observability.verdict import judge
+from grpo_jax.storage.dropped import count_dropped
 
 
 def summarise(run: RunData) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def summarise(run: RunData) -> dict[str, Any]:
         "mismatch_p99": _percentile(metrics, "mismatch/p99", 50),
         "mismatch_max": _percentile(metrics, "mismatch/max", 100),
         "groups": len(run.groups),
-        "dropped": _reasons(d[-1] for d in run.learner.get("drops", [])),
+        "dropped": dict(count_dropped(run.learner).most_common()),
         "skipped": _reasons(s[-1] for w in run.workers.values() for s in w.get("skipped", [])),
         "generated_tokens": _sum(run.workers, "generated_tokens"),
         "wasted_tokens": _sum(run.workers, "wasted_tokens"),

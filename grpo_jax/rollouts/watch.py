@@ -6,9 +6,9 @@ from grpo_jax.adapters.names import parse_policy
 from grpo_jax.config.schema import Fleet
 from grpo_jax.errors import RunFailed
 from grpo_jax.rollouts.admission import Ticket
-from grpo_jax.rollouts.sample import GroupId
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.dropped import dropped_in
 from grpo_jax.storage.records import Record, RecordReader
 
 _RUN_EVERY_S = 1.0
@@ -50,7 +50,7 @@ class RunWatch:
         state = self._state.read()
         if state is not self._state_record:
             self._state_record = state
-            self.drops = _drops(state)
+            self.drops = {Ticket(group.index, group.attempt): reason for group, reason in dropped_in(state)}
         if self._follow_policies and (pointer := self._policy.read()) is not None:
             self.policies = _versions(pointer)
             # The state was read before: the pointer of a learner that drains is the last one.
@@ -114,15 +114,4 @@ def _versions(pointer: Record) -> dict[int | None, str]:
             found[parse_policy(name).version] = name
         except ValueError:  # nothing of that name is served
             continue
-    return found
-
-
-def _drops(state: Record | None) -> dict[Ticket, str]:
-    found = {}
-    for text, reason in [] if state is None else state.get("drops", []):
-        try:
-            group = GroupId.parse(text)
-        except ValueError:  # a learner of another make; none of our groups is called so
-            continue
-        found[Ticket(group.index, group.attempt)] = str(reason)
     return found

@@ -47,7 +47,7 @@ def write_batch(
     Args:
       groups: their ids, in the order in which they are trained.
       files: for each of them, key and size of its file in the spool.
-      drops: the groups that were dropped so far, with the reason.
+      drops: the groups that were dropped since the record of the step before, with the reason.
       quarantined: how many files of the spool were refused so far.
     """
     record = {

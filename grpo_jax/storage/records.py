@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 
 MAX_RECORD_BYTES = 4 << 20
-"""No record of ours comes near it; a larger one is forged, and is not read."""
+"""A larger one is not read, and the log says so; of ours none comes near it."""
 
 _STAMP_END = 2**63
 
@@ -136,6 +136,7 @@ def read_record(bucket: Bucket, key: str) -> Record | None:
     try:
         record = unseal(bucket.read_or_none(key, MAX_RECORD_BYTES) or b"")
     except ObjectTooLarge:
+        _tell(bucket, key, f"it is larger than {MAX_RECORD_BYTES >> 20} MiB")
         return None
     problem = None if record is None else misfit(key, record)
     _tell(bucket, key, problem)

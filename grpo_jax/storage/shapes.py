@@ -46,6 +46,7 @@ class _Learner(_Shape):
     total_steps: Count = 0
     phase: str = ""
     drops: list[Pair] = []
+    dropped: dict[str, list[Annotated[tuple[Count, Count, list[Count]], Field(strict=False)]]] = {}
     quarantined: list[Pair] = []
     quarantined_total: Count = 0
 

@@ -31,3 +31,15 @@ def test_a_new_record_gives_up_those_that_followed_the_one_in_its_place():
     assert it.record(2) is None
     assert it.groups == {"a", "b", "e"}
     assert it.settled_before(9) == {"a": 0, "b": 0, "a2": 1, "e": 1}
+
+
+def test_a_record_says_what_it_adds_and_earlier_ones_said_all():
+    adding = History({0: record(0, "a", drops=["w"]), 1: record(1, "b", drops=["x"]), 2: record(2, drops=["y"])})
+    of_old = History({0: record(0, "a", drops=["w"]), 1: record(1, "b", drops=["w", "x"]), 2: record(2, drops="wxy")})
+    for it in (adding, of_old):
+        assert it.drops_before(2) == {"w": "stale", "x": "stale"}
+        assert [it.dropped(step)["stale"] for step in range(3)] == [1, 2, 3]
+        assert it.unrecorded({"a": "stale", "x": "stale", "z": "invalid"}) == {"z": "invalid"}
+        it.add(record(1, "c", drops=["z"]))
+        assert it.dropped(1).total() == 2
+        assert it.unrecorded({"x": "stale", "z": "stale"}) == {"x": "stale"}
