@@ -87,7 +87,7 @@ def download_adapter(run: Bucket, manifest: Manifest, folder: Path) -> Path:
     contents = {}
     for file in FILES:
         key = layout.adapter(manifest.name, file)
-        data = run.read_or_none(key)
+        data = run.read_or_none(key, size=manifest.files[file].size)
         if data is None:
             raise AdapterError(f"{key} is missing although its manifest exists")
         if file_entry(data) != manifest.files[file]:

@@ -198,7 +198,7 @@ class Checkpointer:
             target = folder / relative
             if not target.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(f"{saved.key} names a file outside the checkpoint")
-            data = self._run.read(layout.checkpoint(saved.step, entry["sha256"]))
+            data = self._run.read(layout.checkpoint(saved.step, entry["sha256"]), size=int(entry["size"]))
             if len(data) != entry["size"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
                 raise ValueError(f"{relative} does not match {saved.key}")
             target.parent.mkdir(parents=True, exist_ok=True)

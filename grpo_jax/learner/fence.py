@@ -83,7 +83,7 @@ class FencedBucket(Bucket):
             check_incarnation(self._claims, self._incarnation)
             self._looked_at = time.monotonic()
 
-    def _call(self, verb: str, key: str, function: Callable[..., T], *args: Any) -> T:
+    def _call(self, verb: str, key: str, function: Callable[..., T], *args: Any, size: int = 0) -> T:
         if verb in ("writing", "deleting"):
             self.check()
-        return super()._call(verb, key, function, *args)
+        return super()._call(verb, key, function, *args, size=size)

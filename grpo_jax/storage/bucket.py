@@ -54,6 +54,8 @@ class Limits:
     """One attempt; beyond a store that takes 30 s for an object."""
     total_s: float = 180.0
     """All attempts and the waits between them."""
+    bytes_per_s: float = 1e6
+    """Both are longer by what the bytes of an object take at this rate: a checkpoint may be of gigabytes."""
     object_bytes: int = 4 << 30
     """The largest object that is read."""
 
@@ -110,17 +112,18 @@ class Bucket:
         """Writes a record that its single writer replaces now and then. Readers must check what they read."""
         self._write(key, data)
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes:
         """The bytes of `key`; FileNotFoundError if there is none.
 
         ObjectTooLarge if they are more than `max_bytes` (`Limits.object_bytes` if None); no more is ever in memory.
+        Who knows the size of a large object says it, so that it has the time that it takes (`Limits.bytes_per_s`).
         """
         limit = self.limits.object_bytes if max_bytes is None else max_bytes
-        return self._call("reading", key, self._store.read, self._path(key), limit)
+        return self._call("reading", key, self._store.read, self._path(key), limit, size=size)
 
-    def read_or_none(self, key: str, max_bytes: int | None = None) -> bytes | None:
+    def read_or_none(self, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes | None:
         try:
-            return self.read(key) if max_bytes is None else self.read(key, max_bytes)
+            return self.read(key, max_bytes, size=size)
         except FileNotFoundError:
             return None
 
@@ -151,23 +154,26 @@ class Bucket:
     def _write(self, key: str, data: bytes) -> None:
         path = self._path(key)
         try:
-            self._call("writing", key, self._store.write, path, data)
+            self._call("writing", key, self._store.write, path, data, size=len(data))
         except FileNotFoundError as error:  # the bucket itself is not there
             raise self._error("writing", key, 1, 0.0, error) from None
 
-    def _call(self, verb: str, key: str, function: Callable[..., T], *args: Any) -> T:
+    def _call(self, verb: str, key: str, function: Callable[..., T], *args: Any, size: int = 0) -> T:
+        """`size`: bytes that are moved, at most."""
         started, attempts = time.monotonic(), 0
+        longer_s = size / self.limits.bytes_per_s
+        attempt_s, total_s = self.limits.attempt_s + longer_s, self.limits.total_s + longer_s
         while True:
-            left_s = self.limits.total_s - (time.monotonic() - started)
+            left_s = total_s - (time.monotonic() - started)
             attempts += 1
             try:
-                return call_within(min(self.limits.attempt_s, left_s), function, *args)
+                return call_within(min(attempt_s, left_s), function, *args)
             except FileNotFoundError:
                 raise
             except Exception as error:
                 wait_s = random.uniform(0.0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempts - 1, 20)))
                 spent_s = time.monotonic() - started
-                if _is_final(error, attempts, spent_s) or spent_s + wait_s >= self.limits.total_s:
+                if _is_final(error, attempts, spent_s) or spent_s + wait_s >= total_s:
                     # The cause is in the message; as a context it would carry its secrets into every traceback.
                     raise self._error(verb, key, attempts, spent_s, error) from None
                 log.info("%s %s in %s is tried again: %s", verb, key, self.address, _told(error))

@@ -20,6 +20,10 @@ FAULTY = "faulty:"
 """Begins the URL of a bucket that misbehaves on purpose, for tests (`grpo_jax.storage.faulty`)."""
 
 
+# What mounts that cannot sync say.
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
+
+
 class TooLarge(Exception):
     """The object has more bytes than the reader allows."""
 
@@ -71,7 +75,10 @@ def open_store(url: str) -> tuple[Store, str]:
 
 
 class LocalStore:
-    """Directories of this machine, or mounted here. An object appears whole, by a rename within its directory."""
+    """Directories of this machine, or mounted here. An object appears whole, by a rename within its directory.
+
+    What has been written is on the disk: of a machine that loses its power no commit outlives what it commits.
+    """
 
     is_local = True
 
@@ -108,6 +115,7 @@ class LocalStore:
                 os.makedirs(folder, exist_ok=True)
                 _write_file(temporary, data)
             os.replace(temporary, path)
+            _sync_folder(folder)
         except FileNotFoundError:
             raise OSError(errno.ESTALE, "its directory was deleted meanwhile") from None
         except BaseException:
@@ -214,3 +222,21 @@ class MemoryStore(FsspecStore):
 def _write_file(path: str, data: bytes) -> None:
     with open(path, "wb") as file:
         file.write(data)
+        file.flush()
+        _sync(file.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise

@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 import uuid
@@ -190,3 +191,29 @@ def test_neither_a_file_without_an_end_nor_an_enormous_one_fills_the_memory(tmp_
     for key in ("endless", "enormous"):
         with pytest.raises(ObjectTooLarge):
             Bucket(str(tmp_path)).read(key, max_bytes=1 << 20)
+
+
+def test_what_a_directory_holds_is_on_the_disk_before_it_has_its_name_and_so_is_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power must not keep a batch record without its bytes."""
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append("file" if os.fstat(descriptor).st_size == 3 else "folder")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("name"), rename(*paths)))
+    Bucket(str(tmp_path)).put("a/b", b"abc")
+    assert calls == ["file", "name", "folder"]
+
+
+def test_a_mount_that_cannot_sync_is_written_to_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    Bucket(str(tmp_path)).put("a/b", b"abc")
+    assert Bucket(str(tmp_path)).read("a/b") == b"abc"

@@ -148,3 +148,10 @@ def test_a_store_that_denies_for_a_moment_is_asked_until_it_does_not(
     monkeypatch.setattr("grpo_jax.storage.bucket._FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(bucket._store, "read", read)
     assert bucket.read("x") == b"at last"
+
+
+def test_a_large_object_has_the_time_that_its_bytes_take(tmp_path: Path) -> None:
+    bucket = Bucket(f"faulty:slow=0.4:{tmp_path}", Limits(attempt_s=0.2, total_s=0.2, bytes_per_s=1e6))
+    with pytest.raises(BucketError):
+        bucket.put("small", b"x")
+    bucket.put("large", bytes(1_000_000))
