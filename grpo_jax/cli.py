@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, BucketError, RunFailed, UsageError
 from grpo_jax.heap import keep_heap_small
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     keep_heap_small()
     try:
         return arguments.command(arguments)
-    except (UsageError, RunFailed) as error:
+    except (UsageError, RunFailed, BucketError) as error:
         print(f"grpo-jax: {error}", file=sys.stderr)
+        if isinstance(error, BucketError):
+            return EXIT_FAILED
         return EXIT_USAGE if isinstance(error, UsageError) else error.exit_code
     except KeyboardInterrupt:
         return EXIT_RESUMABLE

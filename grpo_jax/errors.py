@@ -15,3 +15,7 @@ class RunFailed(Exception):
     """The run cannot go on. The message is one sentence that names the part and the cause."""
 
     exit_code = EXIT_FAILED
+
+
+class BucketError(OSError):
+    """A verb of a bucket failed for good. The message is one sentence: verb, key, bucket (no credentials), cause."""

@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -60,6 +60,40 @@ class Job:
         return self.stage not in _ENDED
 
 
+def patiently(what: str, call: Callable[[], T]) -> T:
+    """The result of an idempotent call, which is repeated while its failures may pass. HubError."""
+    started, attempts = time.monotonic(), 0
+    while True:
+        attempts += 1
+        try:
+            return _once(what, call)
+        except HubError as error:
+            patience_s = _DENIED_S if error.status in _DENIED else _PATIENCE_S if error.passing else 0.0
+            wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**attempts) * random.uniform(0.5, 1.0)
+            if time.monotonic() - started + wait_s >= patience_s:
+                raise
+            log.info("%s; it is tried again", error)
+        time.sleep(wait_s)
+
+
+def _once(what: str, call: Callable[[], T]) -> T:
+    try:
+        return call_within(_ATTEMPT_S, call)
+    except LocalTokenNotFoundError:
+        raise HubError(f"{what} failed: there is no token (HF_TOKEN, or `hf auth login`)", None, False) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        passing = status is None or status >= 500 or status in _PASSING
+        raise HubError(f"{what} failed: {_told(error, status)}", status, passing) from None
+    # The client lets errors of its HTTP library through, which change with it.
+    except (OSError, TimeoutError) as error:
+        raise HubError(f"{what} failed: {_told(error, None)}", None, True) from None
+    except Exception as error:
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
+            raise
+        raise HubError(f"{what} failed: {_told(error, None)}", None, True) from None
+
+
 class HubJobs:
     """The jobs of one namespace that carry all of `labels`."""
 
@@ -105,30 +139,44 @@ class HubJobs:
         ours = [info for info in found if self._labels.items() <= (info.labels or {}).items()]
         return sorted((_job(info) for info in ours), key=lambda job: (job.created_at, job.id))
 
-    def cancel(self, job: Job) -> None:
-        """Asks for it, and not again within some seconds. A job that has ended meanwhile is no error."""
+    def cancel(self, job: Job, ask: Callable[[str, Callable[[], Any]], Any] = patiently) -> None:
+        """Asks for it, and not again within some seconds of a success. A job that has ended meanwhile is no error."""
         now = time.monotonic()
         if now - self._asked.get(job.id, float("-inf")) < _ASK_AGAIN_S:
             return
-        self._asked[job.id] = now
         try:
-            patiently(
-                f"cancelling job {job.id}", lambda: self._api.cancel_job(job_id=job.id, namespace=self._namespace)
-            )
+            ask(f"cancelling job {job.id}", lambda: self._api.cancel_job(job_id=job.id, namespace=self._namespace))
         except HubError as error:
             if error.passing or error.status in _DENIED:
                 raise
             log.info("%s", error)
+        self._asked[job.id] = now
 
-    def cancel_all(self, timeout_s: float = 120.0) -> list[Job]:
-        """Until none of them is live. Returns those that still are after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+    def cancel_all(self, unlisted: Sequence[Job] = (), timeout_s: float = 120.0) -> list[Job]:
+        """Until none of them is live. Returns those that still are after `timeout_s`.
+
+        HubError where the Hub refuses to cancel, or does not answer; one job that resists keeps no other from its end.
+
+        Args:
+          unlisted: further jobs, which the Hub may not list yet.
+        """
+        started = time.monotonic()
         while True:
-            live = [job for job in self.all() if job.is_live]
-            if not live or time.monotonic() > deadline:
-                return live
-            for job in live:
-                self.cancel(job)
+            listed = self.all()
+            ids, refused = {job.id for job in listed}, None
+            live = [job for job in listed if job.is_live]
+            late = [job for job in unlisted if job.id not in ids and job.id not in self._asked]
+            spent_s = time.monotonic() - started
+            if not (live or late) or spent_s > timeout_s:
+                return [*live, *late]
+            for job in (*live, *late):
+                try:
+                    self.cancel(job, _once)
+                except HubError as error:
+                    log.info("%s", error)
+                    refused = error if error.status in _DENIED else refused
+            if refused is not None and spent_s > _DENIED_S:
+                raise refused
             time.sleep(0.5)
 
     def logs(self, job_id: str, follow: bool) -> Iterator[str]:
@@ -139,40 +187,6 @@ class HubJobs:
 def hub_token() -> str | None:
     """Of HF_TOKEN or of a login."""
     return get_token()
-
-
-def patiently(what: str, call: Callable[[], T]) -> T:
-    """The result of an idempotent call, which is repeated while its failures may pass. HubError."""
-    started, attempts = time.monotonic(), 0
-    while True:
-        attempts += 1
-        try:
-            return _once(what, call)
-        except HubError as error:
-            patience_s = _DENIED_S if error.status in _DENIED else _PATIENCE_S if error.passing else 0.0
-            wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**attempts) * random.uniform(0.5, 1.0)
-            if time.monotonic() - started + wait_s >= patience_s:
-                raise
-            log.info("%s; it is tried again", error)
-        time.sleep(wait_s)
-
-
-def _once(what: str, call: Callable[[], T]) -> T:
-    try:
-        return call_within(_ATTEMPT_S, call)
-    except LocalTokenNotFoundError:
-        raise HubError(f"{what} failed: there is no token (HF_TOKEN, or `hf auth login`)", None, False) from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        passing = status is None or status >= 500 or status in _PASSING
-        raise HubError(f"{what} failed: {_told(error, status)}", status, passing) from None
-    # The client lets errors of its HTTP library through, which change with it.
-    except (OSError, TimeoutError) as error:
-        raise HubError(f"{what} failed: {_told(error, None)}", None, True) from None
-    except Exception as error:
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
-            raise
-        raise HubError(f"{what} failed: {_told(error, None)}", None, True) from None
 
 
 def _told(error: Exception, status: int | None) -> str:

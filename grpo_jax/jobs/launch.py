@@ -55,6 +55,7 @@ class Launcher:
         self._failing_since: dict[str, float] = {}
         self._looked_at = float("-inf")
         self._superseded = False
+        self._was_complete = False
         self._take_up_next()
 
     def run(self, on_interrupt: str) -> int:
@@ -77,14 +78,15 @@ class Launcher:
                     return EXIT_RESUMABLE
                 if until():
                     return EXIT_DONE
-                if not self._attached and not self._is_complete():  # half a launch is of no use to anybody
+                if self._is_half:
                     return self._cancelled()
             return self._interrupted(on_interrupt)
         except (HubError, BucketError) as error:
             return self._give_up(str(error))
         except BaseException:
-            if not self._attached and not self._is_complete():
-                self._cancel_all()
+            if self._is_half:
+                with stop_on_signals():
+                    self._cancel_all()
             raise
         finally:
             self._display.close()
@@ -102,7 +104,7 @@ class Launcher:
             decision = self._fleet.decide(jobs, self._desired, self._view, time.monotonic())
             for job in decision.cancel:
                 self._display.once(f"job {job.id} {job.slot} is not wanted any more: it is cancelled")
-                self._hub.cancel(job)
+                self._cancel(job)
             for slot, why in decision.given_up.items():
                 self._display.once(f"{slot} gets no further job: {why}")
             if decision.outcome is not None:
@@ -113,6 +115,7 @@ class Launcher:
                 if stop.is_set():
                     return None
                 self._start(slot, jobs)
+            self._was_complete |= self._is_complete()
             if until():
                 return None
             stop.wait(POLL_S)
@@ -178,7 +181,7 @@ class Launcher:
         except HubError as error:
             replaced = any(job.slot == slot and job.launch == self._launch.id for job in jobs)
             lasting = not error.passing or now - self._failing_since.setdefault(slot, now) > _PATIENCE_S
-            if lasting and (slot == LEARNER or not replaced):
+            if lasting and (slot == LEARNER or (self._is_half and not replaced)):
                 raise
             # It may have been started all the same: the next listing tells.
             if lasting:
@@ -191,6 +194,19 @@ class Launcher:
         job = self._known[job.id] = replace(job, slot=slot, role=spec.role, launch=self._launch.id, run=run)
         self._unlisted.append((job, now))
         self._display.jobs([job])
+
+    def _cancel(self, job: Job) -> None:
+        try:
+            self._hub.cancel(job)
+        except HubError as error:
+            if not error.passing:
+                raise
+            self._display.once(f"{error}; it is asked again")
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether this launcher has begun what is of no use to anybody: not all slots have had their first job yet."""
+        return not (self._attached or self._was_complete or self._is_complete())
 
     def _is_complete(self) -> bool:
         """Whether every slot has, or has had, a job of this launch, and this run a learner."""
@@ -243,7 +259,7 @@ class Launcher:
                 return
             for job in jobs:
                 if job.stage == "SCHEDULING":  # it could not leave by itself
-                    self._hub.cancel(job)
+                    self._cancel(job)
             time.sleep(POLL_S / 2)
 
     def _interrupted(self, on_interrupt: str) -> int:
@@ -269,16 +285,17 @@ class Launcher:
 
     def _give_up(self, reason: str) -> int:
         """After an error of the Hub that does not pass: jobs that can do without a launcher are left alone."""
-        if self._attached or self._is_complete():
+        if not self._is_half:
             complain(f"{reason}; the jobs go on without a launcher: `grpo-jax cancel {self._target.url}` ends them")
         else:
             complain(reason)
-            self._cancel_all()
+            with stop_on_signals():
+                self._cancel_all()
         return EXIT_FAILED
 
     def _cancel_all(self) -> list[Job]:
         try:
-            left = self._hub.cancel_all()
+            left = self._hub.cancel_all([job for job, _ in self._unlisted])
         except HubError as error:
             complain(f"the jobs could not be cancelled, and some may go on: {error}")
             return list(self._known.values())

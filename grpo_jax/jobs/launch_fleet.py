@@ -97,7 +97,9 @@ class Fleet:
             return Outcome("finished")
         if job.stage == "CANCELED":
             return Outcome("cancelled", "the learner's job was cancelled", of_all=True)
-        if exit_code(job) == EXIT_USAGE or self._is_hopeless(ended):
+        # A config that a job before this one could run is not to blame: the Hub, say, did not hand out the model.
+        is_wrong = all(exit_code(each) == EXIT_USAGE for each in ended)
+        if is_wrong or self._is_hopeless(ended):
             return Outcome("failed", f"the learner's job {ending(job)}")
         return None
 

@@ -80,8 +80,8 @@ class Supervisor:
                     return True
                 self._keeper.rest(role, _OVER_S)
                 continue
-            # A port that somebody took while the proxy was down is no fault of the config.
-            if code == EXIT_USAGE and not (role.name == "proxy" and role.restarts.total):
+            # What has run before does not end by the config: a port was taken meanwhile, the Hub could not be reached.
+            if code == EXIT_USAGE and not role.restarts.total:
                 raise UsageError(last_line(role.log))
             if code == EXIT_TAKEN_OVER:  # started again it would take the run back
                 raise RunFailed(last_line(role.log))

@@ -88,7 +88,10 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
     if config.generator.replicas:
         require_engine(config)
 
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"bucket, or --dir: {run_dir} cannot be made: {error.strerror}") from None
     with stop_on_signals() as stop, log_to(run_dir / "logs" / "run.log", "run"):
         supervisor = Supervisor(config, run_dir)
         message = ""

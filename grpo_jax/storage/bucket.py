@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_jax.errors import BucketError as BucketError
 from grpo_jax.errors import UsageError
 from grpo_jax.storage.deadline import call_within
 from grpo_jax.storage.scrub import scrubbed
@@ -61,10 +62,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-
-
-class BucketError(OSError):
-    """A verb failed for good. The message is one sentence: verb, key, bucket (without credentials), cause."""
 
 
 class ObjectTooLarge(BucketError):

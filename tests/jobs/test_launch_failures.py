@@ -117,6 +117,37 @@ def test_a_job_that_fails_at_its_imports_ends_the_run_and_is_quoted(place: HubPl
     wait_for(lambda: not place.server.jobs.leftovers(), 60, "the end of all processes")
 
 
+def test_a_generator_more_that_the_hub_refuses_costs_the_others_nothing(place: HubPlace) -> None:
+    _nothing_ever_starts(place)
+    config = str(place.config("refused"))
+    command = place.call("launch", config, "--on-interrupt", "detach")
+    _waiting(place, "refused", command)
+    place.server.faults.append(Fault("POST /api/jobs/someone$", 402, times=1000))
+    assert place.call("launch", "--scale", "generators=3", config).wait(120) == 0
+    command.says("HTTP 402")
+    assert command.process.poll() is None
+    command.interrupt()
+    assert command.wait(120) == 75, command.text
+    assert _stages(place, "refused") == {"SCHEDULING"}
+
+
+def test_a_job_that_resists_keeps_no_other_from_its_end(place: HubPlace) -> None:
+    _nothing_ever_starts(place)
+    config = str(place.config("resisting"))
+    command = place.call("launch", config, "--on-interrupt", "detach")
+    _waiting(place, "resisting", command)
+    command.interrupt()
+    assert command.wait(120) == 75, command.text
+    first, *others = place.jobs("resisting")
+    place.server.faults.append(Fault(f"POST /api/jobs/someone/{first.id}/cancel$", 500, times=100_000))
+    cancel = place.call("cancel", config)
+    wait_for(lambda: {job.stage for job in others} == {"CANCELED"}, 60, "the end of the others")
+    assert first.stage == "SCHEDULING"
+    place.server.faults.clear()
+    assert cancel.wait(120) == 0, cancel.text
+    assert first.stage == "CANCELED"
+
+
 @pytest.mark.parametrize(("choice", "stage"), [("cancel", "CANCELED"), ("detach", "SCHEDULING"), ("ask", "SCHEDULING")])
 def test_ctrl_c_does_what_on_interrupt_says(place: HubPlace, choice: str, stage: str) -> None:
     _nothing_ever_starts(place)

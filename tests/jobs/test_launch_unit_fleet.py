@@ -77,6 +77,16 @@ def test_a_job_that_lasted_is_always_replaced() -> None:
     assert decided([*others, *lasting, job(LEARNER, "ERROR", id="l9")]).start == [LEARNER]
 
 
+def test_what_a_job_before_it_could_run_is_no_wrong_config() -> None:
+    """The Hub, say, does not hand out the model to the job that follows a preempted one."""
+    others = [job("generator-0"), job("generator-1")]
+    wrong = job(LEARNER, "ERROR", id="l1", message="Job failed with exit code: 2. Reason: Error")
+    preempted = job(LEARNER, "ERROR", id="l0", message="Job was preempted", ran=LASTING_S)
+    assert decided([*others, preempted, wrong]).start == [LEARNER]
+    more = [replace(wrong, id=f"w{i}") for i in range(3)]
+    assert decided([*others, preempted, *more]).outcome is not None
+
+
 def test_a_config_that_cannot_run_is_not_tried_again() -> None:
     wrong = job(LEARNER, "ERROR", message="Job failed with exit code: 2. Reason: Error")
     outcome = decided([job("generator-0"), wrong]).outcome

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from grpo_jax import cli
+from grpo_jax.storage.bucket import Limits
 from tests.jobs.harness import tiny_config
 
 
@@ -16,7 +17,7 @@ from tests.jobs.harness import tiny_config
         ("lora__targets", ["q_proj", "qq_proj"], "qq_proj"),
         ("lora__targets", "q_proj", "lora.targets: "),
         ("sampling__top_p", 0.9, "sampling.top_p: must be 1"),
-        ("batch__row_tokens", 12, "batch.row_tokens: 12 is too short for problem"),
+        ("batch__row_tokens", 12, "batch.row_tokens"),
         ("steps", 0, "steps: "),
         ("model__source", "/no/such/model", "model.source: "),
         ("rewards", [{"source": "tests.plugins:nothing"}], "rewards.0.source"),
@@ -38,6 +39,26 @@ def test_one_sentence_names_the_key(tiny_model, tmp_path, capsys, command, key, 
     assert err.count("\n") == 1
     assert "Traceback" not in err
     assert not (tmp_path / "bucket").exists()
+
+
+def test_a_bucket_in_which_nothing_can_be_made_is_named(tiny_model, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(tiny_model, tmp_path / "file" / "bucket")))
+    assert cli.main(["run", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("grpo-jax: bucket, or --dir: ")
+    assert err.count("\n") == 1
+
+
+def test_a_bucket_that_fails_is_one_sentence_and_not_the_configs_fault(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("grpo_jax.storage.bucket.DEFAULT_LIMITS", Limits(total_s=0.2))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(tiny_model, f"faulty:error=1:{tmp_path}/bucket")))
+    assert cli.main(["run", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert "503 Service Unavailable" in err
+    assert err.count("\n") == 1
 
 
 def test_check_prints_what_a_config_means(tiny_model, tmp_path, capsys):
