@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("grpo_jax")
 
 
+# What a run has beside `local.stop_s` to end in order once the sweep that started it is gone.
+_LAST_STEP_S = 30.0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -158,10 +162,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     from grpo_jax.config.load import load_config
+    from grpo_jax.jobs.processes import leave_with_parent
     from grpo_jax.jobs.run import execute, place
 
     _configure_logging("run", logging.WARNING)
     config, run_dir = place(load_config(arguments.config, arguments.overrides), arguments.dir)
+    leave_with_parent(config.local.stop_s + _LAST_STEP_S)  # a sweep's; nobody else names itself
     result = execute(config, run_dir, fresh=arguments.fresh)
     print(result.message, file=sys.stdout if result.exit_code == EXIT_DONE else sys.stderr)
     if result.report is not None:

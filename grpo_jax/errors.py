@@ -6,6 +6,8 @@ EXIT_USAGE = 2
 EXIT_RESUMABLE = 75  # sysexits.h EX_TEMPFAIL: interrupted, the same command goes on
 EXIT_TAKEN_OVER = 76  # of the role `learner` alone: another one goes on with the run, and this one must not come back
 
+EXIT_ALONE = 77  # of the role `learner` alone: nobody samples for it, and started again it would only wait again
+
 
 class UsageError(Exception):
     """A wrong command, config or input file. The message is one sentence that names the key or the file."""

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from pydantic import ValidationError
+
+from grpo_jax.config.schema import Config
+
 # What decides neither what is sampled nor what is trained; `steps` may grow, `run` and `bucket` only say where it lies.
 # A run may go on with other devices and other rows: they move a gradient by rounding alone.
 CHANGEABLE = (
@@ -28,8 +32,18 @@ CHANGEABLE = (
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Dotted keys, outside of `CHANGEABLE`, whose values differ between two resolved configs."""
-    return sorted(_differing(old, new, ""))
+    """Dotted keys, outside of `CHANGEABLE`, whose values differ between two resolved configs.
+
+    A key that is younger than the record of a run has its default there, which is what was done before there was one.
+    """
+    return sorted(_differing(_completed(old), _completed(new), ""))
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return Config.model_validate(config).model_dump(mode="json")
+    except ValidationError:  # of a later version, or not whole
+        return config
 
 
 def _differing(old: Any, new: Any, path: str) -> list[str]:

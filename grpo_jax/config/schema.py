@@ -256,6 +256,9 @@ class Fleet(Section):
     allowed_hosts: list[str] = Field([], description="https hosts (glob) that may be sent GRPO_JAX_TOKEN")
     silent_s: float = Field(30.0, gt=0, description="a heartbeat that has not changed for so long means dead")
     idle_exit_s: float = Field(900.0, gt=0, description="an agent leaves when the learner has been silent for so long")
+    alone_exit_s: float = Field(
+        3600.0, gt=0, description="a learner that waits for groups fails when no replica has beaten for so long"
+    )
     runs_at_once: int = Field(1, ge=1, description="runs that a replica serves at one time, of those that share it")
     mount: str | None = Field(
         None, description="where the servers of fleet.replicas see the bucket; given, the proxy loads policies on them"

@@ -17,7 +17,17 @@ from grpo_jax.jobs.hub_jobs import HubError, HubJobs, Job, patiently
 from grpo_jax.jobs.launch import Launcher
 from grpo_jax.jobs.launch_package import build_files
 from grpo_jax.jobs.launch_show import complain, print_jobs, print_plan, print_runs, say, shown
-from grpo_jax.jobs.launch_spec import LEARNER, Launch, Target, bucket_at, labels_of, namespace_of, slots, spec_of
+from grpo_jax.jobs.launch_spec import (
+    LEARNER,
+    Launch,
+    Target,
+    bucket_at,
+    labels_of,
+    namespace_of,
+    secret_values,
+    slots,
+    spec_of,
+)
 from grpo_jax.jobs.launch_state import Desired, LaunchState
 from grpo_jax.jobs.launch_view import summary
 from grpo_jax.jobs.preflight import look_at_config, preflight, problems_here
@@ -36,6 +46,9 @@ class Found:
     name: str
     target: Target | None
     launch: Launch | None
+    namespace: str | None = None
+    unread: str | None = None
+    """Why what its last launch has left could not be read."""
 
     @property
     def state(self) -> LaunchState:
@@ -44,13 +57,13 @@ class Found:
     @property
     def hub(self) -> HubJobs:
         configs = self.target.configs if self.target is not None else ()
-        namespace = namespace_of(configs[0]) if configs else bucket_at(self.bucket).namespace
+        namespace = namespace_of(configs[0]) if configs else self.namespace or bucket_at(self.bucket).namespace
         return HubJobs(namespace, labels_of(self.bucket, self.name))
 
     @property
     def launched(self) -> tuple[Target, Launch]:
         if self.target is None or self.launch is None:
-            raise UsageError(f"{self.bucket}/{self.name}: nothing has launched this")
+            raise UsageError(self.unread or f"{self.bucket}/{self.name}: nothing has launched this")
         return self.target, self.launch
 
 
@@ -62,16 +75,21 @@ def find(name: str) -> Found:
     else:
         bucket, _, name = name.rstrip("/").rpartition("/")
     bucket_at(bucket)
+    state = LaunchState(Bucket(f"{bucket}/{name}"))
+    namespace = unread = None
     try:
-        left = LaunchState(Bucket(f"{bucket}/{name}")).launch()
+        left, namespace = state.launch(), state.namespace()
         above = None if left is not None else LaunchState(Bucket(bucket)).launch()
-    except BucketError as error:  # its jobs are found all the same
+    except (BucketError, UsageError) as error:  # its jobs are found all the same, by their labels
         log.warning("%s", error)
         left = above = None
+        unread = str(error)
+        if isinstance(error, UsageError):  # of another version of this package
+            namespace = state.namespace()
     if above is not None and any(config.run == name for config in above[0]):
         raise UsageError(f"{name} is a run of the sweep {bucket}: its jobs are launched, shown and ended together")
     if left is None:
-        return Found(bucket, name, given, None)
+        return Found(bucket, name, given, None, namespace, unread)
     configs, launch = left
     return Found(bucket, name, Target(bucket, name, configs), launch)
 
@@ -130,19 +148,24 @@ def attach(name: str, *, on_interrupt: str = "ask") -> int:
     """Looks after what is going on, in place of whoever did so before."""
     found = find(name)
     target, left = found.launched
+    _require_variables(target, left)
     try:
-        first = going_on(target, found.hub.all())
-    except HubError as error:
+        jobs, wanted = found.hub.all(), found.state.desired()
+    except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
+    first = going_on(target, jobs)
+    if first is None and wanted is not None and wanted.state != "cancelled":
+        first = _last_begun(target, left, jobs)
     if first is None:
-        raise UsageError(f"{target.name} has no live learner job; `grpo-jax launch` goes on with it")
-    return Launcher(target, left, found.hub, attached=True, first=first).run(on_interrupt)
+        raise UsageError(f"{target.name} has no learner job that goes on; `grpo-jax launch` starts one")
+    return Launcher(target, left, found.hub, attached=True, first=first, known=jobs).run(on_interrupt)
 
 
 def scale(name: str, generators: int) -> int:
     """Says how many generators are wanted; an attached launcher brings it about, or else this process does."""
     found = find(name)
     target, left = found.launched
+    _require_variables(target, left)
     try:
         wanted, jobs = found.state.desired(), found.hub.all()
         if wanted is None or wanted.state == "cancelled" or not any(job.is_live for job in jobs):
@@ -154,13 +177,27 @@ def scale(name: str, generators: int) -> int:
     except (HubError, BucketError) as error:
         raise RunFailed(str(error)) from None
     first = going_on(target, jobs) or 0
-    return Launcher(target, left, found.hub, attached=True, with_logs=False, first=first).start()
+    return Launcher(target, left, found.hub, attached=True, with_logs=False, first=first, known=jobs).start()
 
 
 def going_on(target: Target, jobs: Sequence[Job]) -> int | None:
     """Index of the run whose learner is live."""
     live = {job.run for job in jobs if job.slot == LEARNER and job.is_live}
     return next((i for i, config in enumerate(target.configs) if config.run in live), None)
+
+
+def _last_begun(target: Target, launch: Launch, jobs: Sequence[Job]) -> int | None:
+    """Index of the run whose learner this launch has started last; it has died while nobody was attached."""
+    learners = [job for job in jobs if job.slot == LEARNER and job.launch == launch.id]
+    if not learners or learners[-1].stage == "COMPLETED":
+        return None
+    return next((i for i, config in enumerate(target.configs) if config.run == learners[-1].run), None)
+
+
+def _require_variables(target: Target, launch: Launch) -> None:
+    """UsageError if a job that takes another's place would lack what it gets from this environment."""
+    for slot in slots(1):
+        secret_values(spec_of(target.configs[0], slot, launch, os.environ), os.environ, "")
 
 
 def cancel(name: str) -> int:
@@ -181,6 +218,9 @@ def cancel(name: str) -> int:
     for job in left:
         complain(f"job {job.id} {job.slot} could not be cancelled: it is {job.stage}; see {job.url}")
     say(f"{len(before) - len(left)} jobs cancelled" if before else f"{name}: none of its jobs is live")
+    if found.unread is not None and found.namespace is None and not before:
+        complain(f"whose they are could not be read, and they were looked for in {bucket_at(found.bucket).namespace}")
+        return EXIT_FAILED
     return EXIT_FAILED if left else EXIT_DONE
 
 

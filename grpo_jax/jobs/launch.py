@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
@@ -34,13 +34,22 @@ class Launcher:
     """Use once."""
 
     def __init__(
-        self, target: Target, launch: Launch, hub: HubJobs, *, attached: bool, with_logs: bool = True, first: int = 0
+        self,
+        target: Target,
+        launch: Launch,
+        hub: HubJobs,
+        *,
+        attached: bool,
+        with_logs: bool = True,
+        first: int = 0,
+        known: Sequence[Job] = (),
     ):
         """
         Args:
           attached: to jobs that an earlier launcher has started.
           with_logs: shows what they write.
           first: index of the run that is going on, or is the first to be started.
+          known: its jobs as they were listed just now, for as long as the Hub does not list them again.
         """
         self._target, self._launch, self._hub, self._attached = target, launch, hub, attached
         self._waiting, self._failed = list(target.configs[first:]), list[str]()
@@ -49,7 +58,7 @@ class Launcher:
         self._fleet = Fleet(launch.id, config.jobs.restarts)
         self._display = Display(hub, launch.id, attached=attached, with_logs=with_logs)
         self._desired = Desired("running", config.generator.replicas)
-        self._known: dict[str, Job] = {}
+        self._known = {job.id: job for job in known}
         self._unlisted: list[tuple[Job, float]] = []
         self._refused: dict[str, float] = {}
         self._failing_since: dict[str, float] = {}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from grpo_jax.config.load import parse_config
 from grpo_jax.config.schema import Config
-from grpo_jax.jobs.launch_spec import Launch
+from grpo_jax.jobs.launch_spec import Launch, namespace_of
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
 from grpo_jax.storage.records import Record, RecordReader, RecordWriter, incarnation_after
@@ -45,8 +45,14 @@ class LaunchState:
         configs = tuple(parse_config(config, "launch.json") for config in record["configs"])
         return configs, Launch(record["id"], record["files"], record["package"], record["labels"])
 
+    def namespace(self) -> str | None:
+        """Where its jobs are, as far as that is recorded, also by another version of this package."""
+        record = self._readers[_LAUNCH].read() or {}
+        return record.get("namespace")
+
     def write_launch(self, configs: Sequence[Config], launch: Launch) -> None:
         body = {"configs": [config.model_dump(mode="json") for config in configs], **asdict(launch)}
+        body["namespace"] = namespace_of(configs[0])
         self._writer(_LAUNCH).write({**body, "started_at": time.time()})
 
     def desired(self) -> Desired | None:

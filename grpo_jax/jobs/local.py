@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_jax.config.schema import Config
-from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_TAKEN_OVER, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.errors import EXIT_ALONE, EXIT_DONE, EXIT_RESUMABLE, EXIT_TAKEN_OVER, EXIT_USAGE, RunFailed, UsageError
 from grpo_jax.generator.process import free_port, told_exit
 from grpo_jax.jobs.keeper import Keeper, Role, last_line
 from grpo_jax.jobs.processes import role_command, stop_all
@@ -83,7 +83,7 @@ class Supervisor:
             # What has run before does not end by the config: a port was taken meanwhile, the Hub could not be reached.
             if code == EXIT_USAGE and not role.restarts.total:
                 raise UsageError(last_line(role.log))
-            if code == EXIT_TAKEN_OVER:  # started again it would take the run back
+            if code in (EXIT_TAKEN_OVER, EXIT_ALONE):  # started again it would take the run back, or wait as before
                 raise RunFailed(last_line(role.log))
             said = f": {last_line(role.log)}" if code >= 0 else ""
             self._keeper.again(role, f"{role.title} {told_exit(code)}{said}")

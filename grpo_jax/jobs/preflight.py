@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from packaging.requirements import InvalidRequirement, Requirement
 
 from grpo_jax.config.compare import differing_keys
 from grpo_jax.config.plan import Plan, check_config
@@ -20,6 +21,7 @@ from grpo_jax.observability.logs import is_secret_name
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket, BucketError
 from grpo_jax.storage.records import RecordReader
+from grpo_jax.storage.scrub import scrubbed
 
 _CLIENT = (2, 4)  # with all that a job is asked for: ports, network groups, volumes, labels
 
@@ -53,11 +55,39 @@ def look_at_config(config: Config, environ: Mapping[str, str]) -> Findings:
     for name in config.generator.env:
         if is_secret_name(name):
             found.problems.append(f"generator.env: {name} would lie in the bucket; name it in jobs.generator.secrets")
-    if any(argument.startswith("--api-key") for argument in config.generator.extra_args):
-        found.problems.append("generator.extra_args: --api-key would lie in the bucket, and the agent asks without one")
-    if Path(config.model.source).is_absolute():
-        found.notes.append(f"model.source: whether {config.model.source} is there in the jobs' images")
+    found.problems += _requirement_problems(config)
+    for argument in config.generator.extra_args:
+        if argument.startswith(("--api-key", "--hf-token")):
+            flag = argument.partition("=")[0]
+            found.problems.append(f"generator.extra_args: {flag} would lie in the bucket, and is not needed")
+    for key, source in {"model.source": config.model.source, "lora.init_from": config.lora.init_from or ""}.items():
+        if Path(source).is_absolute():
+            found.notes.append(f"{key}: whether {source} is there in the jobs' images")
+        elif source and Path(source).expanduser().is_dir():
+            found.problems.append(f"{key}: {source} is a directory of this machine, and the jobs have no such one")
     return found
+
+
+def _requirement_problems(config: Config) -> list[str]:
+    """Of what is handed to pip and to vLLM as it is: it lies in the bucket, and in what the Hub shows of a job."""
+    jobs, problems = config.jobs, []
+    given = {
+        "jobs.package": [jobs.package],
+        "jobs.learner.packages": jobs.learner.packages,
+        "jobs.generator.packages": jobs.generator.packages,
+        "generator.extra_args": config.generator.extra_args,
+    }
+    for key, texts in given.items():
+        for text in texts:
+            shown = text.replace("://git@", "://")  # the user name of every SSH address is no secret
+            if scrubbed(shown) != shown:
+                problems.append(f"{key}: {scrubbed(text)!r} holds a secret, which would lie in the bucket")
+            elif key.endswith("packages"):
+                try:
+                    Requirement(text)
+                except InvalidRequirement:
+                    problems.append(f"{key}: {text!r} is no pip requirement; a URL takes a name before it: NAME @ URL")
+    return problems
 
 
 def problems_here(config: Config, environ: Mapping[str, str]) -> list[str]:

@@ -55,8 +55,11 @@ def memory_problems(
 
 def _learner(config: Config, plan: Plan, devices: int, compile: bool) -> tuple[float, str]:
     """(Bytes on each device, and what takes them)."""
+    mesh = config.learner.mesh
+    asked = mesh.fsdp * mesh.tensor * max(mesh.data, 1)
+    if devices and (asked > devices or (mesh.data == -1 and devices % asked)):
+        raise UsageError(f"learner.mesh: {asked} devices are asked for, {config.jobs.learner.flavor} has {devices}")
     if devices == 0 or not compile:  # a CPU: all in one memory, and nothing worth half a minute of compiling
-        mesh = config.learner.mesh
         stored = _weights(config, plan) * _STORED[config.learner.quantization]
         return stored / (mesh.fsdp * mesh.tensor), "the learner's weights alone take"
     from grpo_jax.learner.estimate import force_host_devices, memory_estimate
@@ -75,6 +78,9 @@ def _generator(config: Config, plan: Plan, devices: int, compile: bool) -> tuple
     for flag, value in pairwise(words):
         if flag in _PARALLEL and value.isdigit():
             shards *= int(value)
+    if devices and shards > devices:
+        flavor = config.jobs.generator.flavor
+        raise UsageError(f"generator.extra_args: {shards} devices are asked for, {flavor} has {devices}")
     cache = (config.generator.kv_cache_memory_gb or 0.0) * 1e9
     return _weights(config, plan) / shards + cache, "a generator's weights and cache take"
 

@@ -1,6 +1,7 @@
 """`grpo-jax sweep`: the runs of a sweep, one after the other, each in a process of its own."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from grpo_jax.config.compare import differing_keys
 from grpo_jax.config.schema import Config
 from grpo_jax.config.sweep import Sweep, Variant, load_sweep
 from grpo_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USAGE, RunFailed, UsageError
+from grpo_jax.generator.lifeline import PARENT_PID
 from grpo_jax.jobs.local import Stop, default_environment, stop_on_signals
 from grpo_jax.jobs.run import place
 from grpo_jax.jobs.shared_fleet import Fleets, SharedFleet
@@ -194,7 +196,11 @@ def _run(config: Config, folder: Path, fleet: SharedFleet | None) -> int:
     path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
     with stop_on_signals() as stop:
         # In a session of its own, so that a Ctrl-C reaches it once, from here.
-        process = subprocess.Popen([sys.executable, "-m", "grpo_jax.cli", "run", str(path)], start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_jax.cli", "run", str(path)],
+            env={**os.environ, PARENT_PID: str(os.getpid())},
+            start_new_session=True,
+        )
         try:
             while process.poll() is None and not stop.is_set():
                 if fleet is not None:

@@ -2,10 +2,11 @@
 
 import logging
 import threading
+import time
 
 from grpo_jax.adapters.publisher import Publisher
 from grpo_jax.config.schema import Config
-from grpo_jax.errors import RunFailed
+from grpo_jax.errors import EXIT_ALONE, RunFailed
 from grpo_jax.observability.load import FleetLoad
 from grpo_jax.storage import layout
 from grpo_jax.storage.bucket import Bucket
@@ -14,6 +15,12 @@ from grpo_jax.storage.records import Record, RecordReader
 log = logging.getLogger(__name__)
 
 _LOCAL_PERIOD_S, _REMOTE_PERIOD_S = 0.2, 2.0
+
+
+class Alone(RunFailed):
+    """Nobody samples for this learner."""
+
+    exit_code = EXIT_ALONE
 
 
 class Surroundings:
@@ -27,6 +34,7 @@ class Surroundings:
         self._records: dict[str, Record] = {}
         self._silent_s: dict[str, float] = {}  # at the last reading: a bucket out of reach is not the writer's silence
         self._load = FleetLoad(config.generator.max_num_seqs)
+        self._heard_at = time.monotonic()  # when a replica was last known to live, or the bucket was out of reach
         self._last: tuple[float, float, float, float] | None = None
         self._period_s = _LOCAL_PERIOD_S if self._root.is_local else _REMOTE_PERIOD_S
         self._stop = threading.Event()
@@ -38,7 +46,9 @@ class Surroundings:
         self._thread.join(5)
 
     def check_alive(self, waited_s: float) -> None:
-        """RunFailed when all workers have been silent for `fleet.idle_exit_s`, or none has come: nothing will come.
+        """RunFailed when nothing will come: all workers have been silent for `fleet.idle_exit_s`, or none has come.
+
+        Alone when no replica has shown a sign of life for `fleet.alone_exit_s`: it may be that nobody starts any.
 
         Args:
           waited_s: how long the learner has waited for groups.
@@ -48,6 +58,12 @@ class Surroundings:
         if min(silent_s, default=waited_s) > limit:
             raise RunFailed(
                 f"no rollout worker has written its state for {limit:.0f} s, and no group is left to train on"
+            )
+        limit = self._config.fleet.alone_exit_s
+        if min(waited_s, time.monotonic() - self._heard_at) > limit:
+            raise Alone(
+                f"no replica of the fleet {self._config.fleet_name} has shown a sign of life for fleet.alone_exit_s = "
+                f"{limit:g} s; the same command goes on once there is one"
             )
 
     @property
@@ -107,10 +123,18 @@ class Surroundings:
                 self._read(self._run, layout.WORKERS)
                 self._read(self._root, layout.replicas(self._config.fleet_name))
                 self._load.see(self._replicas())
+                self._hear()
             except Exception as error:  # every kind of bucket raises errors of its own; what is known stays
                 log.warning("records of the worker and the replicas cannot be read: %s", error)
+                self._heard_at = time.monotonic()
             if self._stop.wait(self._period_s):
                 return
+
+    def _hear(self) -> None:
+        prefix = layout.replicas(self._config.fleet_name)
+        there = [key for key in self._records if key.startswith(f"{prefix}/")]
+        if any(self._silent_s[key] < self._config.fleet.silent_s for key in there):
+            self._heard_at = time.monotonic()
 
     def _read(self, bucket: Bucket, prefix: str) -> None:
         listed = bucket.list(prefix)

@@ -1,4 +1,5 @@
 from grpo_jax.config.compare import differing_keys
+from grpo_jax.config.schema import Config
 
 
 def test_what_only_lays_out_the_work_may_change_and_what_is_learned_may_not():
@@ -20,3 +21,11 @@ def test_what_only_lays_out_the_work_may_change_and_what_is_learned_may_not():
     other = {**moved, "learner": {**moved["learner"], "quantization": "nf4"}, "algorithm": {"loss": "cispo"}}
     assert differing_keys(old, other) == ["algorithm.loss", "learner.quantization"]
     assert differing_keys(old, {**old, "batch": {**old["batch"], "group_size": 4}}) == ["batch.group_size"]
+
+
+def test_a_key_that_is_younger_than_a_run_has_its_default_there():
+    raw = {"run": "r", "model": {"source": "m"}, "task": {"source": "a:b"}, "rewards": [{"source": "a:b"}]}
+    new = Config.model_validate(raw).model_dump(mode="json")
+    old = {**new, "task": {key: value for key, value in new["task"].items() if key != "drop_overlong"}}
+    assert differing_keys(old, new) == []
+    assert differing_keys(old, {**new, "task": {**new["task"], "drop_overlong": True}}) == ["task.drop_overlong"]
