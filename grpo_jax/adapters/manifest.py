@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_jax.adapters.names import parse_policy
 from grpo_jax.storage import layout
-from grpo_jax.storage.bucket import Bucket
-from grpo_jax.storage.records import canonical_json
+from grpo_jax.storage.bucket import Bucket, ObjectTooLarge
+from grpo_jax.storage.records import MAX_RECORD_BYTES, canonical_json
 
 FILES = (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS)
 
@@ -59,7 +59,7 @@ def read_manifest(run: Bucket, name: str) -> Manifest:
     """The checked manifest of `name`; AdapterError if it is not there or not sound."""
     named = parse_policy(name)
     key = layout.adapter(name, layout.MANIFEST)
-    data = run.read_or_none(key)
+    data = _read(run, key, MAX_RECORD_BYTES)
     if data is None:
         raise AdapterError(f"{key} does not exist in {run.address}")
     try:
@@ -87,7 +87,7 @@ def download_adapter(run: Bucket, manifest: Manifest, folder: Path) -> Path:
     contents = {}
     for file in FILES:
         key = layout.adapter(manifest.name, file)
-        data = run.read_or_none(key, size=manifest.files[file].size)
+        data = _read(run, key, manifest.files[file].size)
         if data is None:
             raise AdapterError(f"{key} is missing although its manifest exists")
         if file_entry(data) != manifest.files[file]:
@@ -101,3 +101,11 @@ def download_adapter(run: Bucket, manifest: Manifest, folder: Path) -> Path:
     for file, data in contents.items():
         (target / file).write_bytes(data)
     return target
+
+
+def _read(run: Bucket, key: str, most: int) -> bytes | None:
+    """The bytes of an object that has no reason to be larger; None without one."""
+    try:
+        return run.read_or_none(key, most, size=most)
+    except ObjectTooLarge:
+        raise AdapterError(f"{key} is larger than the {most} bytes that it should have") from None

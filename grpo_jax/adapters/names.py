@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-_POLICY = re.compile(r"(?P<run>[a-z0-9][a-z0-9_-]{0,62})\.(?:v(?P<version>\d{6})|probe)\.(?P<hex>[0-9a-f]{8})")
+_POLICY = re.compile(r"(?P<run>[a-z0-9][a-z0-9_-]{0,62})\.(?:v(?P<version>[0-9]{6})|probe)\.(?P<hex>[0-9a-f]{8})")
 
 
 class PolicyName(NamedTuple):

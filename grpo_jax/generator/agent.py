@@ -34,6 +34,8 @@ _TICK_S = 0.05
 _METRICS_S = 1.0
 _HEARTBEAT_S = 1.0
 _LAST_WORD_S = 5.0
+# So many canaries or loads in a row, each of which was waited for so long at least, are an engine that hangs.
+_UNANSWERED, _LONG_S = 2, 100.0
 
 
 def run_generator(configs: Sequence[Config], replica_id: str, work_dir: Path, advertise_url: str | None = None) -> int:
@@ -143,8 +145,9 @@ class _Agent:
         self._base_digest = await in_daemon_thread(base_digest, model_dir)
 
     async def _reconcile(self, supervisor: Supervisor) -> None:
+        unanswered = 0
         while True:
-            busy = False
+            busy, began = False, time.monotonic()
             self._runs.asked.clear()
             if self._life != supervisor.life:
                 self._runs.forget_server()
@@ -153,8 +156,13 @@ class _Agent:
             try:
                 if (client := supervisor.client) is not None and self._base_digest is not None:
                     busy = await self._runs.step(client, self._load)
+                    unanswered = 0 if busy else unanswered
             except UNREACHABLE as error:
                 log.info("the server does not answer: %r", error)
+                if isinstance(error, TimeoutError) and time.monotonic() - began >= _LONG_S:
+                    unanswered += 1
+                if unanswered >= _UNANSWERED:  # its API answers, its engine does not
+                    supervisor.hang, unanswered = "has answered no canary and no load for minutes", 0
                 await asyncio.sleep(_TICK_S)
             if not busy:
                 await _set_within(self._runs.asked, _TICK_S)

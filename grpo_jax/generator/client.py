@@ -16,7 +16,7 @@ _LOAD = aiohttp.ClientTimeout(total=120)
 _CANARY = aiohttp.ClientTimeout(total=300)
 _MAX_ANSWER = 16 * 2**20  # bytes
 _METRIC = re.compile(r"^vllm:(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """What a request raises when there was no answer: a fault of the server, never of the adapter."""
@@ -89,7 +89,7 @@ class EngineClient:
         try:
             given = answer["choices"][0]["prompt_logprobs"][1:]
             return [_logprob(position, token) for position, token in zip(given, tokens[1:], strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ServerError(f"no prompt log-probabilities in the answer ({error!r})") from None
 
     async def load_now(self) -> Load:
@@ -154,6 +154,7 @@ def _logprob(position: Any, token: int) -> float:
 def _message(answer: bytes | bytearray) -> str | None:
     """That of an OpenAI error object."""
     try:
-        return str(json.loads(answer)["error"]["message"])
+        # Half a character, which JSON can escape, could be written nowhere.
+        return str(json.loads(answer)["error"]["message"]).encode(errors="replace").decode()
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

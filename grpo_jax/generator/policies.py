@@ -7,7 +7,7 @@ server that was restarted, a response that was lost or ten versions that were mi
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import deque
 from dataclasses import dataclass
 
 from grpo_jax.adapters.manifest import AdapterError, Canary, Manifest
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 # What a bucket shows may change (a slow mount, a listing that lags), what a server answered does not.
 _RETRY_S = 5.0
 _COMPARE_S = 5.0
-_DEATHS = 3
+# So many servers within so many seconds may one adapter cost. It may not be to blame: a neighbour takes the memory.
+_DEATHS, _DEATHS_S = 3, 3600.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Policies:
         self.loaded: list[str] = []  # in the order of loading
         self._refused: dict[str, _Refusal] = {}
         self._refused_total = 0
-        self._deaths: Counter[str] = Counter()
+        self._deaths: dict[str, deque[float]] = {}  # of servers, while an adapter was loaded or proved
         self._trying: str | None = None
         self._probe: str | None = None  # the probe by which versions are judged
         self._compared_at = float("-inf")
@@ -123,7 +124,7 @@ class Policies:
     def forget_server(self) -> None:
         """The server is another process: it holds nothing, and nothing is proved or refused there."""
         if self._trying is not None:
-            self._deaths[self._trying] += 1
+            self._deaths.setdefault(self._trying, deque(maxlen=_DEATHS)).append(time.monotonic())
         self.loaded, self._trying, self._probe = [], None, None
         self._proofs.forget()
         self._refused.clear()
@@ -164,7 +165,12 @@ class Policies:
         return True
 
     async def retire(self, client: EngineClient) -> bool:
-        """The run is over: unloads what there is of it; whether there was anything. Raises one of `UNREACHABLE`."""
+        """The run is over: unloads what there is of it; whether there was anything. Raises one of `UNREACHABLE`.
+
+        It looks again after that, now and then, as long as files are to be released: what the server lists decides.
+        """
+        if time.monotonic() - self._compared_at < _COMPARE_S and not (self.loaded and self._source.loads):
+            return False
         await self.compare(client)
         names = list(self.loaded) if self._source.loads else []
         for name in names:
@@ -217,10 +223,11 @@ class Policies:
         try:
             await self._try(client, name)
             self._refused.pop(name, None)
+            self._deaths.pop(name, None)
         except Refused as refused:
             if name == self._probe:
                 self._proofs.forget()
-            await self._refuse(client, name, _Refusal(str(refused)))
+            await self._refuse(client, name, _Refusal(str(refused), refused.retry_at))
         except AdapterError as error:
             await self._refuse(client, name, _Refusal(str(error), time.monotonic() + _RETRY_S))
         except UNREACHABLE:  # if it has died, this adapter is a suspect
@@ -232,8 +239,10 @@ class Policies:
 
     async def _try(self, client: EngineClient, name: str) -> None:
         """Loads and proves one adapter. Raises Refused or AdapterError with the reason, if it has one."""
-        if self._deaths[name] >= _DEATHS:
-            raise Refused(f"the server has died {self._deaths[name]} times while this adapter was loaded or proved")
+        deaths = self._deaths.get(name) or deque[float]()
+        if len(deaths) == _DEATHS and (again := deaths[0] + _DEATHS_S) > time.monotonic():
+            said = f"the server has died {_DEATHS} times while this adapter was loaded or proved"
+            raise Refused(said, retry_at=again)
         started = time.monotonic()
         fetched = await self._files.fetch(name)
         if (problem := self._proofs.unlike(fetched.make)) is not None:

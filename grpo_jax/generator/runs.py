@@ -178,8 +178,8 @@ class Runs:
         busy = False
         if run in self._serving and run.observer.wanted is not None:
             busy = await run.policies.step(client, run.observer.wanted)
-        elif run.policies.loaded:
-            busy = await run.policies.retire(client)
+        elif run.policies.held:
+            await run.policies.retire(client)
         await run.policies.sweep(load)
         return busy
 

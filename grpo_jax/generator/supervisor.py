@@ -53,6 +53,8 @@ class Supervisor:
         self.life = 0
         self.restarts = 0
         self.error: str | None = None
+        self.hang: str | None = None
+        """Why the server that answers now is as good as dead, if somebody has found out: it is started again."""
         self._process: ServerProcess | None = None
 
     async def run(self) -> None:
@@ -113,7 +115,7 @@ class Supervisor:
         finally:
             exited.cancel()
         log.info("the server is ready after %.1f s", time.monotonic() - started)
-        self.client, self.error = client, None
+        self.client, self.error, self.hang = client, None, None
         self.life += 1
         return None
 
@@ -130,6 +132,8 @@ class Supervisor:
                 # Its engine may be a process of its own, without which it answers all the same.
                 if (why := stoppage.reason(family(self._process.pid), self._hung_s)) is not None:
                     return f"does nothing any more: {why}"
+                if self.hang is not None:
+                    return self.hang
                 if await self.client.healthy():
                     answered, self.error = time.monotonic(), None
                     continue

@@ -4,7 +4,14 @@ from grpo_jax.generator.client import EngineClient, ServerError
 
 
 class Refused(Exception):
-    """An adapter that must not be served. The message is the reason."""
+    """An adapter that must not be served. The message is the reason.
+
+    `retry_at`: monotonic seconds from which on it may be tried again; None: never on this server.
+    """
+
+    def __init__(self, reason: str, retry_at: float | None = None):
+        super().__init__(reason)
+        self.retry_at = retry_at
 
 
 async def load(client: EngineClient, name: str, path: str) -> None:

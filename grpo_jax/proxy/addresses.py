@@ -1,9 +1,12 @@
 """Which URLs a replica may have, and which of them may be sent the fleet's token."""
 
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from yarl import URL
+
+_HOST = re.compile(r"[A-Za-z0-9._~:%-]+")
 
 
 def replica_url(text: str) -> URL:
@@ -17,6 +20,8 @@ def replica_url(text: str) -> URL:
         raise ValueError("not a URL") from None
     if url.scheme not in ("http", "https") or not url.raw_host:
         raise ValueError("expected http://host[:port] or https://host[:port]")
+    if not _HOST.fullmatch(url.raw_host):
+        raise ValueError("a host with characters that no host has")
     if url.raw_user is not None or url.raw_password is not None:
         raise ValueError("a URL with a user name or a password is refused")
     if url.raw_query_string or url.raw_fragment:

@@ -51,11 +51,14 @@ def parse_call(path: str, raw: bytes, named: str | None = None) -> Call:
     model = fields.get("model")
     if not isinstance(model, str):
         raise RequestError(400, "'model' must name a policy", "invalid_model", "request_error", "model")
+    stream = fields.get("stream")
+    if not (stream is None or type(stream) is bool):  # servers take 1 and "yes" as well, and would answer with a stream
+        raise RequestError(400, "'stream' must be true or false", "invalid_stream", "request_error", "stream")
     prompt = fields.get("messages" if path == CHAT_PATH else "prompt")
     n = fields.get("n")
     samples = (n if type(n) is int and n > 0 else 1) * _count(prompt)
     chain = prompt_chain(prompt)
-    return Call(path, raw, fields, model, min(samples, _MAX_SAMPLES), fields.get("stream") is True, chain, named)
+    return Call(path, raw, fields, model, min(samples, _MAX_SAMPLES), stream is True, chain, named)
 
 
 def _count(prompt: object) -> int:

@@ -89,7 +89,13 @@ class Forwarder:
         replica, policy = route
         lease = self._router.begin(route, call.samples, time.monotonic(), call.chain)
         try:
-            answer = await self._upstream.post(replica.url, call.path, call.body(policy), whole=not call.stream)
+            try:
+                answer = await self._upstream.post(replica.url, call.path, call.body(policy), whole=not call.stream)
+            except ReplicaFault:
+                raise
+            except Exception as error:  # whatever its address does: who fails at once must not be the least busy
+                log.exception("replica %s could not be asked", replica.id)
+                raise ReplicaFault(f"could not be asked ({type(error).__name__})") from None
             try:
                 if call.stream and answer.status == 200:
                     return await self._stream(request, answer, lease)

@@ -96,8 +96,8 @@ class Connection(Messages):
             self._transport.close()
 
     def close_if_stale(self, now: float) -> None:
-        limit = _HALF_SENT_S if self._begun else _IDLE_S
-        if self.task is None and now - self._changed_at > limit:
+        limit = _HALF_SENT_S if self._begun or self._room is not None else _IDLE_S
+        if (self.task is None or self._room is not None) and now - self._changed_at > limit:
             self._transport.abort()
 
     def abort(self) -> None:
@@ -118,6 +118,7 @@ class Connection(Messages):
         self.resume_writing()
 
     def pause_writing(self) -> None:
+        self._changed_at = time.monotonic()
         self._room = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:

@@ -114,8 +114,10 @@ class StockServer:
                 self._lost("it has lost policies that it held")
                 await policies.compare(self._client)
             self.answered_at, self._error = time.monotonic(), None
+            self._tell_router()  # what follows may take minutes
             if (wanted := self._wanted()) is not None:
                 busy = await policies.step(self._client, wanted)
+                self.answered_at = time.monotonic()
             await self._measure()
             await policies.sweep(self._load)
             self._held = policies.held

@@ -25,6 +25,9 @@ _LONGEST_WAIT_S = 5.0
 _NO_FAULT_OF_THE_REQUEST = frozenset({408, 429})
 _MAX_ANSWER = 256 * 2**20  # bytes
 _REPLICA_HEADER = "x-grpo-replica"
+# Said with every request: a server that was not started by us takes what is not said from the model's card, which may
+# cut the distribution or penalise repetition, and neither its log-probabilities nor a canary would show it.
+_WHOLE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class RequestError(Exception):
@@ -99,7 +102,8 @@ class Client:
             "prompt": list(prompt_tokens),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            **({"top_p": sampling.top_p} if sampling.top_p != 1 else {}),
+            **_WHOLE,
+            "top_p": sampling.top_p,
             "n": n,
             "seed": seed,
             "logprobs": 0,

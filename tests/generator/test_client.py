@@ -33,6 +33,16 @@ def _ask(answer: Answer, ask: Callable[[EngineClient], Awaitable[Any]], **settin
     return asyncio.run(run())
 
 
+def test_half_a_character_in_a_servers_error_can_be_written_everywhere() -> None:
+    with pytest.raises(ServerError) as error:
+        _ask(_json({"error": {"message": "no \ud800 such"}}, 400), lambda client: client.load("a", "/a"))
+    assert str(error.value) == "HTTP 400: no ? such"
+
+
+def test_a_long_word_in_the_metrics_is_read_in_no_time() -> None:
+    assert module.parse_metrics(f"vllm:lora_requests_info{{{'a' * 2_000_000}}} 1").busy == frozenset()
+
+
 def _json(body: Any, status: int = 200) -> Answer:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response(body, status=status)

@@ -133,8 +133,8 @@ def test_the_less_a_run_has_to_say_the_less_often_it_is_asked(run, monkeypatch):
 
     async def body() -> None:
         reads = []
-        monkeypatch.setattr(Bucket, "read_or_none", lambda self, key: reads.append(key))
-        monkeypatch.setattr(Bucket, "read", lambda self, key: reads.append(key))
+        monkeypatch.setattr(Bucket, "read_or_none", lambda self, key, *limits: reads.append(key))
+        monkeypatch.setattr(Bucket, "read", lambda self, key, *limits, size=0: reads.append(key))
         runs = [run.child(str(i)) for i in range(40)]
         for each in runs:
             each.is_local = False

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,9 @@ def test_a_name_that_the_server_lost_is_loaded_again(learner, server, policies, 
 
 
 @pytest.mark.parametrize("last_word", [ConnectionError(), ServerError("HTTP 500: EngineCore encountered an issue")])
-def test_what_kills_the_server_again_and_again_is_quarantined(learner, server, policies, last_word):
+def test_what_kills_the_server_again_and_again_is_quarantined_for_a_while(
+    learner, server, policies, last_word, monkeypatch
+):
     v0 = learner.start()
     bad = learner.publish(1, learner.version(1))
     learner.point(bad, v0)
@@ -156,6 +159,44 @@ def test_what_kills_the_server_again_and_again_is_quarantined(learner, server, p
     _settle(policies, server, learner)
     assert "died 3 times" in policies.quarantined[bad]
     assert policies.proved == [v0]
+    # Not for ever: it may not have been to blame.
+    server.die_at = None
+    monkeypatch.setattr(module, "_DEATHS_S", 0.0)
+    policies.forget_server()
+    server.names.clear()
+    _settle(policies, server, learner)
+    assert policies.quarantined == {}
+    assert set(policies.proved) == {bad, v0}
+
+
+def test_servers_that_die_now_and_then_are_no_fault_of_what_they_have_loaded_since(learner, server, policies):
+    v0 = learner.start()
+    for _ in range(4):
+        server.die_at, server.last_word = learner.probe, ConnectionError()
+        with pytest.raises(ConnectionError):
+            _settle(policies, server, learner)
+        server.ill, server.die_at = False, None
+        policies.forget_server()
+        server.names.clear()
+        _settle(policies, server, learner)
+        assert policies.proved == [v0]
+        policies.forget_server()
+        server.names.clear()
+
+
+def test_the_files_of_a_run_that_is_over_go(learner, server, policies, monkeypatch):
+    monkeypatch.setattr(module, "_COMPARE_S", 0.0)
+    monkeypatch.setattr("grpo_jax.generator.files._KEEP_S", 0.0)
+    learner.start()
+    _settle(policies, server, learner)
+
+    async def leave() -> None:
+        for _ in range(3):
+            await policies.retire(server)
+            await policies.sweep(replace(Load(), asked_at=time.monotonic()))
+
+    asyncio.run(leave())
+    assert policies.held == []
 
 
 def test_a_new_server_proves_everything_again(learner, server, policies):

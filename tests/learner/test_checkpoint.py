@@ -179,7 +179,7 @@ def test_a_bucket_that_fails_is_no_reason_to_go_back_further(run, monkeypatch):
     checkpointer.wait()
     read = Bucket.read
 
-    def fail(self, key, max_bytes=None):
+    def fail(self, key, max_bytes=None, *, size=0):
         if "/000010/" in key:
             raise BucketError("503")
         return read(self, key, max_bytes)

@@ -208,7 +208,7 @@ def test_a_store_that_fails_keeps_the_last_look(root: Bucket, tmp_path: Path, mo
     write_learner(root, phase="training", step=2)
     assert observer.snapshot().step == 2
 
-    def fail(self: Bucket, key: str, max_bytes: int | None = None) -> bytes:
+    def fail(self: Bucket, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes:
         raise ConnectionError("the store is away")
 
     monkeypatch.setattr(Bucket, "read", fail)

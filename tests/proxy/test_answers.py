@@ -80,10 +80,11 @@ def test_addresses_of_replicas(text: str, url: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "127.0.0.1:8000", "file:///etc/passwd", "ftp://a", "http://", "http://u:hunter2@a", "http://hunter2@a",
-     "http://a?token=hunter2", "http://a#hunter2", "http://[::1", "http://a:hunter2"],
+     "http://a?token=hunter2", "http://a#hunter2", "http://[::1", "http://a:hunter2",
+     "http://[fe80::1%é]:80", "http://a\0b:80"],
 )  # fmt: skip
 def test_other_addresses_are_refused_without_being_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match=r"URL|expected http") as error:
+    with pytest.raises(ValueError, match=r"URL|expected http|a host with") as error:
         replica_url(text)
     assert "hunter2" not in str(error.value)
 

@@ -127,7 +127,7 @@ class _Outage(Bucket):
         self._check()
         return super().list(prefix)
 
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes:
         self._check()
         return super().read(key, max_bytes)
 
@@ -254,7 +254,7 @@ async def test_neither_a_hanging_nor_a_failing_bucket_holds_up_requests(
                 release.wait(60)
             raise RuntimeError("the store is down")
 
-        def failing_read(self: Bucket, key: str, max_bytes: int | None = None) -> bytes:
+        def failing_read(self: Bucket, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes:
             raise RuntimeError("the store is down")
 
         monkeypatch.setattr(Bucket, "read", failing_read)

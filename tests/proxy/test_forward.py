@@ -304,7 +304,8 @@ async def test_nothing_proved_is_a_503_on_policy_and_on_latest(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("data", "status"),
-    [(b"{", 400), (b"[]", 400), (b"{}", 400), (b'{"model": 3}', 400), (b'{"model": NaN}', 400), (b"[" * 100_000, 400),
+    [(b"{", 400), (b"[]", 400), (b"{}", 400), (b'{"model": 3}', 400), (b'{"model": "x", "stream": 1}', 400),
+     (b'{"model": "x", "stream": "yes"}', 400), (b'{"model": NaN}', 400), (b"[" * 100_000, 400),
      (b" " * (33 * 2**20), 413)],
 )  # fmt: skip
 @run_async

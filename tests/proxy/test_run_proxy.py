@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_the_end_of_an_earlier_life_is_not_the_end_of_this_one(
     resumed.write({"status": "running"})
     assert not end.over()
     resumed.write({"status": status})
+    assert end.over() == (status == "finished"), "somebody may start a learner that has failed again"
+
+
+def test_a_failure_ends_the_proxy_once_the_learner_is_silent_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_end, "POLL_S", 0.0)
+    bucket = Bucket(str(tmp_path))
+    end, state = RunEnd(bucket, grace_s=0.5), RecordWriter(bucket, layout.LEARNER_STATE, incarnation=2)
+    RecordWriter(bucket, layout.RUN, incarnation=1).write({"status": "failed"})
+    for step in range(8):
+        state.write({"step": step})
+        assert not end.over()
+        time.sleep(0.1)
+    time.sleep(0.5)
     assert end.over()
 
 

@@ -337,6 +337,18 @@ async def test_a_stream_waits_for_a_client_that_does_not_read_and_ends_with_it()
 
 
 @run_async
+async def test_a_client_that_does_not_read_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _served() as (echo, server, _, writer):
+        writer.write(_post("/stream", b""))
+        await eventually(lambda: any(c._room is not None for c in server.connections), "it does not keep up")
+        server.tidy()
+        assert server.connections
+        monkeypatch.setattr(server_module, "_HALF_SENT_S", -1.0)
+        server.tidy()
+        await eventually(lambda: echo.cancelled + echo.broken == 1, "its request has ended")
+
+
+@run_async
 async def test_a_stop_lets_answers_out_and_takes_no_more_requests() -> None:
     async with _served() as (echo, server, reader, writer):
         writer.write(_post("/wait", b"") + _post("/x", b"next"))

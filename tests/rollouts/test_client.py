@@ -60,6 +60,13 @@ def test_one_request_asks_for_all_samples_of_a_group() -> None:
                 "logprobs": 0,
                 "return_token_ids": True,
                 "stop": ["\n"],
+                # Else a server takes them from the model's card.
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
             }
         ]
         assert float(proxy.headers[0]["x-grpo-deadline-s"]) > 0

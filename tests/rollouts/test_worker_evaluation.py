@@ -64,7 +64,7 @@ def test_an_evaluation_has_a_sampler_and_a_judge_of_its_own(make_config: MakeCon
     config = with_evaluation(make_config, rewards=rewards, evaluation=own)
     proxy, _ = whole_run(config)
     asked = {(r["n"], r["temperature"], r.get("top_p")) for r in proxy.requests}
-    assert asked == {(2, 0.5, 0.9), (3, config.sampling.temperature, None)}
+    assert asked == {(2, 0.5, 0.9), (3, config.sampling.temperature, 1.0)}
     for result in evaluations(config).values():
         assert (result["temperature"], result["top_p"], result["pass_on"]) == (0.5, 0.9, "length")
         assert result["pass_at"] == {"1": 0.0}, "no text has a length of 100, whatever the other reward gives it"

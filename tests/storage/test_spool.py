@@ -57,7 +57,7 @@ def test_a_group_that_is_listed_before_it_can_be_read_is_looked_at_again(
     SpoolWriter(run, "w0").write(group(1))
     reader = SpoolReader(run)
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "read_or_none", lambda self, key, max_bytes=None: None)
+        patch.setattr(Bucket, "read_or_none", lambda self, key, max_bytes=None, *, size=0: None)
         assert reader.poll() == []
     assert ids(reader.poll()) == ["e000.i000001.a00"]
 
@@ -88,7 +88,7 @@ def test_a_bucket_that_fails_half_way_costs_no_group(run: Bucket, monkeypatch: p
         SpoolWriter(run, "w0").write(group(index))
     reader, read, calls = SpoolReader(run), Bucket.read, []
 
-    def fail_at_times(self: Bucket, key: str, max_bytes: int | None = None) -> bytes:
+    def fail_at_times(self: Bucket, key: str, max_bytes: int | None = None, *, size: int = 0) -> bytes:
         calls.append(key)
         if len(calls) in (1, 4):
             raise BucketError("the store is down")
