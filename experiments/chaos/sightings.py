@@ -88,6 +88,8 @@ class Committed:
     changed_batches: set[str] = field(default_factory=set)
     drops: dict[str, str] = field(default_factory=dict)
     _stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _contents: dict[str, str] = field(default_factory=dict)
+    """Key of a group's file → digest of what it held first."""
 
     def look(self) -> None:
         for key in self.run.list(layout.ROLLOUTS):
@@ -127,7 +129,8 @@ class Committed:
         except (GroupError, OSError):  # torn, or deleted meanwhile
             return
         name, digest = str(group.id), hashlib.sha256(data).hexdigest()
-        if self.digests.setdefault(name, digest) != digest:
+        self.digests.setdefault(name, digest)
+        if self._contents.setdefault(key, digest) != digest:
             self.rewritten.add(name)
         self.samples[name] = len(group.samples)
 

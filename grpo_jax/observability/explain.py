@@ -46,7 +46,7 @@ def explain(run: Bucket, sample_id: str, decode: Decode | None) -> Explanation:
     sampled_by = Bucket(str(of["address"])) if of else run
     batches = read_batches(sampled_by)  # a replay has those of the original
     step, drop = _trained_by(batches, group_id), _drop_reason(sampled_by, batches, group_id)
-    group = _group(sampled_by, group_id, step, drop)
+    group = _group(sampled_by, group_id, step, drop, _files(batches, step).get(group_id, ""))
     if index >= len(group.samples):
         raise UsageError(f"{sample_id}: the group {group_id} has {len(group.samples)} samples, from 0 on")
     sample, provenance = group.samples[index], group.provenance
@@ -119,6 +119,13 @@ def _trained_by(batches: Batches, group_id: str) -> int | None:
     return next((step for step, batch in batches.items() if group_id in batch["groups"]), None)
 
 
+def _files(batches: Batches, step: int | None) -> dict[str, str]:
+    """Group id → key of its file, of what a step trained; older records name none."""
+    if step is None:
+        return {}
+    return {group: key for group, (key, _) in zip(batches[step]["groups"], batches[step]["files"], strict=False)}
+
+
 def _drop_reason(run: Bucket, batches: Batches, group_id: str) -> str | None:
     """Why the learner will never train it: from its last word, or from its batch records."""
     state = read_record(run, layout.LEARNER_STATE) or {}
@@ -127,15 +134,17 @@ def _drop_reason(run: Bucket, batches: Batches, group_id: str) -> str | None:
     return drops.get(group_id)
 
 
-def _group(run: Bucket, group_id: str, step: int | None, drop: str | None) -> Group:
+def _group(run: Bucket, group_id: str, step: int | None, drop: str | None, recorded: str) -> Group:
+    """From the file that was trained, where that is on record: two lives of a worker may have drawn it."""
     keys = [key for key in run.list(layout.ROLLOUTS) if key.endswith(f"/{group_id}.safetensors")]
     if not keys:
         known = f"; step {step} trained it" if step is not None else f"; it was dropped: {drop}" if drop else ""
         raise UsageError(f"{run.address}: the spool holds no group {group_id}{known}")
+    key = recorded if recorded in keys else keys[0]
     try:
-        return Group.from_bytes(run.read(keys[-1]))
+        return Group.from_bytes(run.read(key))
     except GroupError as error:
-        raise UsageError(f"{keys[-1]} in {run.address} cannot be read: {error}") from None
+        raise UsageError(f"{key} in {run.address} cannot be read: {error}") from None
 
 
 def _policy(run: Bucket, name: str) -> dict[str, Any]:
@@ -196,9 +205,9 @@ def _training(
     told["lag_steps"] = step - group.version * config.sync_every
     from grpo_jax.learner.credit import credit  # with jax: only where a step is to be computed again
 
-    ids = batches[step]["groups"]
+    ids, files = batches[step]["groups"], _files(batches, step)
     try:
-        groups = [group if i == str(group.id) else _group(spool, i, step, None) for i in ids]
+        groups = [group if i == str(group.id) else _group(spool, i, step, None, files.get(i, "")) for i in ids]
     except UsageError as error:
         return {**told, "note": f"its advantage cannot be computed: {error}"}
     found = credit(config, groups, step, ids.index(str(group.id)), index)

@@ -104,8 +104,9 @@ class _Worker:
         )
         follow = config.staleness is not None or self._evaluator is not None
         self._watch = RunWatch(run, config.fleet, follow_policies=follow)
-        self._spool = SpoolWriter(run, worker_id)
         self._record = record_writer(run, worker_id, previous)
+        # A life that was frozen while the next one drew the same groups overwrites none of them: each has its folder.
+        self._spool = SpoolWriter(run, f"{worker_id}.{self._record.incarnation}")
         self._poll_s = _LOCAL_POLL_S if run.is_local else _REMOTE_POLL_S
         self._started_at, self._last_start = time.time(), 0.0
         self._phase = "starting"

@@ -81,6 +81,10 @@ class RecordWriter:
         self._sealed: bytes | None = None
         self._lock = threading.Lock()
 
+    @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
     def write(self, body: Record, force: bool = True) -> bool:
         """Writes `body`. With `force=False` a write within the interval is left out; returns whether it was written."""
         with self._lock:

@@ -18,6 +18,8 @@ _SUFFIX = ".safetensors"
 
 
 class SpoolWriter:
+    """`worker` names its folder: one life of a worker, so that a group's file is written by nobody else."""
+
     def __init__(self, run: Bucket, worker: str):
         self._run, self._worker = run, worker
 

@@ -10,6 +10,8 @@ import pytest
 from grpo_jax.config.schema import Config
 from grpo_jax.rollouts import worker
 from grpo_jax.rollouts.sample import Group
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
 from tests.rollouts.scripted import Reply, ScriptedProxy, eventually, policy_name
 from tests.rollouts.simulated import SimulatedLearner
 
@@ -116,3 +118,6 @@ def test_a_new_life_of_the_worker_goes_on_with_the_same_versions(make_config: Ma
     learner = run(config, lambda proxy, learner: None, lives=3)
     assert learner.lags == expected(config)
     assert learner.indices == list(range(12))
+    keys = [key.split("/") for key in Bucket(config.bucket).child(config.run).list(layout.ROLLOUTS)]
+    assert len({folder for _, folder, _ in keys}) > 1, "no life writes where another one may"
+    assert len({file for _, _, file in keys}) == len(keys)
