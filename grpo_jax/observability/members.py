@@ -56,9 +56,13 @@ def write_index(folder: Bucket, sweep: Sweep) -> None:
     ]
     now, factors = {run["run"] for run in runs}, {key for run in runs for key in run["settings"]}
     earlier = []
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # no record of a sweep: it becomes one
-        known = json.loads(folder.read_or_none(INDEX) or b'{"runs": []}')["runs"]
-        earlier = [{**r, "earlier": True} for r in known if r["run"] not in now and r["settings"].keys() == factors]
+    with contextlib.suppress(
+        ValueError, KeyError, TypeError, AttributeError, RecursionError
+    ):  # no record: it becomes one
+        for run in json.loads(folder.read_or_none(INDEX) or b'{"runs": []}')["runs"]:
+            kept = {"run": run["run"], "settings": dict(run["settings"]), "seed": run["seed"], "steps": run["steps"]}
+            if RUN_NAME.fullmatch(kept["run"]) and kept["run"] not in now and kept["settings"].keys() == factors:
+                earlier.append({**kept, "earlier": True})
     folder.replace(INDEX, json.dumps({"sweep": sweep.name, "runs": [*earlier, *runs]}, indent=1).encode())
 
 
