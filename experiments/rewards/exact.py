@@ -9,7 +9,8 @@ from grpo_jax.rollouts.rewards import Completion
 _BOXED = re.compile(r"\\boxed\s*\{")
 _AROUND = " \"'`*_~()[]{}<>"
 _BEFORE, _AFTER = ":,;=", ".,;:!?"
-_DECIMAL = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)%?")
+_DECIMAL = re.compile(r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d) ?%?")
+_MATH = re.compile(r"\\[()\[\]]")  # the delimiters of LaTeX
 
 
 def exact_match(completion: Completion, after: str | None = None, boxed: bool = False, strict: bool = False) -> float:
@@ -56,10 +57,15 @@ def _is_same(text: str, answer: str) -> bool:
 
 def _normal(text: str) -> str:
     """Without what says nothing; a sign, a decimal point before a digit and what belongs to a name (C++) stay."""
-    text = " ".join(text.casefold().split())
-    while (bare := text.strip(_AROUND).lstrip(_BEFORE).rstrip(_AFTER)) != text:
+    text = " ".join(_MATH.sub(" ", text).replace("\\$", "$").replace("\\%", "%").casefold().split())
+    while (bare := _bared(text)) != text:
         text = bare
     return text
+
+
+def _bared(text: str) -> str:
+    text = text.strip(_AROUND).lstrip(_BEFORE).rstrip(_AFTER)
+    return text[1:-1] if len(text) > 2 and text[0] == text[-1] == "$" else text
 
 
 def is_missing(answer: Any) -> str | None:

@@ -14,8 +14,9 @@ from grpo_jax.adapters.peft import modules, read_adapter
 from grpo_jax.errors import UsageError
 from grpo_jax.scratch import scratch
 from grpo_jax.storage import layout
-from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.bucket import Bucket, BucketError, Limits
 
+_HASTY = Limits(attempt_s=20.0, total_s=30.0)
 # What would make the adapter another function than scale · B A on each target.
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
 
@@ -50,6 +51,16 @@ def initial_adapter(source: str, like: Mapping[str, Any], *, rank: int, scale: f
             raise UsageError(f"{where} is no PEFT adapter ({error!r:.200})") from None
     _compare(where, tree, like)
     return tree
+
+
+def require_source(source: str) -> None:
+    """UsageError if there is nothing like an adapter, or it cannot be read: before anything waits for it."""
+    try:
+        found = Bucket(source, _HASTY).read_or_none(layout.ADAPTER_CONFIG)
+    except BucketError as error:
+        raise UsageError(f"lora.init_from: {error}") from None
+    if found is None:
+        raise UsageError(f"lora.init_from: {Bucket(source).address} holds no {layout.ADAPTER_CONFIG}")
 
 
 def _fetch(source: str, where: str, folder: Path) -> None:

@@ -151,7 +151,7 @@ class _Agent:
             self._runs.asked.clear()
             if self._life != supervisor.life:
                 self._runs.forget_server()
-                self._life = supervisor.life
+                self._life, unanswered = supervisor.life, 0
             self._runs.compare_base(self._base_digest)
             try:
                 if (client := supervisor.client) is not None and self._base_digest is not None:

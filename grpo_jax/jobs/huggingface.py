@@ -165,13 +165,14 @@ def scale(name: str, generators: int) -> int:
     """Says how many generators are wanted; an attached launcher brings it about, or else this process does."""
     found = find(name)
     target, left = found.launched
-    _require_variables(target, left)
     try:
-        wanted, jobs = found.state.desired(), found.hub.all()
+        wanted, jobs, is_attached = found.state.desired(), found.hub.all(), found.state.attached()
         if wanted is None or wanted.state == "cancelled" or not any(job.is_live for job in jobs):
             raise UsageError(f"{target.name} is not going on; `grpo-jax launch` goes on with it")
+        if not is_attached:
+            _require_variables(target, left)
         found.state.want(Desired("running", generators))
-        if found.state.attached():
+        if is_attached:
             say(f"{generators} generators are wanted; the attached launcher starts or cancels what that takes")
             return EXIT_DONE
     except (HubError, BucketError) as error:
@@ -218,7 +219,7 @@ def cancel(name: str) -> int:
     for job in left:
         complain(f"job {job.id} {job.slot} could not be cancelled: it is {job.stage}; see {job.url}")
     say(f"{len(before) - len(left)} jobs cancelled" if before else f"{name}: none of its jobs is live")
-    if found.unread is not None and found.namespace is None and not before:
+    if found.unread is not None and found.namespace is None and found.target is None and not before:
         complain(f"whose they are could not be read, and they were looked for in {bucket_at(found.bucket).namespace}")
         return EXIT_FAILED
     return EXIT_FAILED if left else EXIT_DONE

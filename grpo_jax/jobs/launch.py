@@ -64,7 +64,7 @@ class Launcher:
         self._failing_since: dict[str, float] = {}
         self._looked_at = float("-inf")
         self._superseded = False
-        self._was_complete = False
+        self._was_complete = self._only_starts = False
         self._take_up_next()
 
     def run(self, on_interrupt: str) -> int:
@@ -73,6 +73,7 @@ class Launcher:
 
     def start(self) -> int:
         """Only starts and cancels what is wanted now. 0 once every slot has a job."""
+        self._only_starts = True
         return self._attend(self._is_complete, "detach")
 
     def _attend(self, until: Callable[[], bool], on_interrupt: str) -> int:
@@ -190,7 +191,8 @@ class Launcher:
         except HubError as error:
             replaced = any(job.slot == slot and job.launch == self._launch.id for job in jobs)
             lasting = not error.passing or now - self._failing_since.setdefault(slot, now) > _PATIENCE_S
-            if lasting and (slot == LEARNER or (self._is_half and not replaced)):
+            is_awaited = slot == LEARNER or ((self._is_half or self._only_starts) and not replaced)
+            if lasting and is_awaited:
                 raise
             # It may have been started all the same: the next listing tells.
             if lasting:

@@ -72,7 +72,7 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
     if record is not None or run.list(layout.INCARNATIONS):
         _refuse_living(run)
     if fresh:
-        check_config(config, weights=True)  # a config that cannot run must not cost the run that could
+        check_to_run(config, is_new=True)  # a config that cannot run must not cost the run that could
         delete_run(run)
         record = None
     if record is not None:
@@ -84,10 +84,7 @@ def execute(config: Config, run_dir: Path, *, fresh: bool = False) -> RunResult:
             )
         if record["status"] == "finished" and record["config"]["steps"] >= config.steps:
             return _finished(run, run_dir, "finished already")
-    check_config(config, weights=True)
-    if config.generator.replicas:
-        require_engine(config)
-
+    check_to_run(config, is_new=record is None)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -139,6 +136,17 @@ def _interrupted(config: Config, run_dir: Path, saved: bool) -> RunResult:
         "" if saved else f", from an earlier step: the learner did not save in local.stop_s = {config.local.stop_s:g} s"
     )
     return RunResult(EXIT_RESUMABLE, run_dir, None, f"interrupted; the same command goes on{how} ({run_dir})")
+
+
+def check_to_run(config: Config, *, is_new: bool) -> None:
+    """UsageError for whatever would keep a role from its work. `is_new`: there is no such run so far."""
+    check_config(config, weights=True)
+    if config.generator.replicas:
+        require_engine(config)
+    if is_new and config.lora.init_from is not None:
+        from grpo_jax.adapters.initial import require_source
+
+        require_source(config.lora.init_from)
 
 
 def delete_run(run: Bucket) -> None:

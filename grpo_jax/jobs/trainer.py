@@ -6,12 +6,14 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from grpo_jax.config.plan import check_config
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE
 from grpo_jax.jobs.local import Supervisor, stop_on_signals
-from grpo_jax.jobs.run import show_progress
+from grpo_jax.jobs.run import check_to_run, show_progress
 from grpo_jax.observability.logs import mask_secrets
+from grpo_jax.storage import layout
+from grpo_jax.storage.bucket import Bucket
+from grpo_jax.storage.records import RecordReader
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ def run_trainer(config: Config, run_dir: Path) -> int:
     """
     alone = config.generator.model_copy(update={"replicas": 0})
     config = config.model_copy(update={"generator": alone})
-    check_config(config, weights=True)
+    is_new = RecordReader(Bucket(config.bucket).child(config.run), layout.RUN).read() is None
+    check_to_run(config, is_new=is_new)
     run_dir.mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
         supervisor = Supervisor(config, run_dir, learner_arguments=("--bucket", config.bucket))

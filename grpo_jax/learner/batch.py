@@ -31,13 +31,20 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_tokens: int) -> np.nd
 
 
 def is_zero_variance(group: Group, algorithm: Algorithm, max_tokens: int) -> bool:
-    """Whether all samples of a group have the same reward, so that none of them has an advantage.
+    """Whether all samples of a group have the same reward, so that none of them has an advantage."""
+    return _is_flat(shaped_rewards(group, algorithm, max_tokens), group)
 
-    Where such groups are replaced, the soft overlong penalty does not count: all right or all wrong is what DAPO's
-    dynamic sampling asks (arXiv 2503.14476, eq. 11), however much the lengths differ.
+
+def is_all_alike(group: Group) -> bool:
+    """Whether all samples are as right or as wrong: what DAPO's dynamic sampling replaces (arXiv 2503.14476, eq. 11).
+
+    The soft overlong penalty does not count, however much the lengths differ.
     """
-    shaped = algorithm.zero_variance != "replace"
-    rewards = (shaped_rewards(group, algorithm, max_tokens) if shaped else group.rewards)[trainable(group)]
+    return _is_flat(group.rewards, group)
+
+
+def _is_flat(rewards: np.ndarray, group: Group) -> bool:
+    rewards = rewards[trainable(group)]
     return rewards.size == 0 or bool(np.ptp(rewards) == 0)
 
 

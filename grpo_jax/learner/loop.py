@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_jax.config.schema import Config
 from grpo_jax.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, UsageError
-from grpo_jax.learner.batch import is_zero_variance
+from grpo_jax.learner.batch import is_all_alike
 from grpo_jax.learner.diagnostics import group_metrics
 from grpo_jax.learner.ending import finish, mark_failed, put_right, save_for_resume, show_evaluations
 from grpo_jax.learner.engine import Engine
@@ -199,7 +199,7 @@ class Learner:
         return life.ledger.take(
             config.batch.prompts_per_step,
             version,
-            is_replaced=self._is_replaced if config.algorithm.zero_variance == "replace" else None,
+            is_replaced=is_all_alike if config.algorithm.zero_variance == "replace" else None,
             max_candidates=config.max_candidates,
         )
 
@@ -225,9 +225,6 @@ class Learner:
         )
         life.history.add(record)
         return record
-
-    def _is_replaced(self, group: Group) -> bool:
-        return is_zero_variance(group, self._config.algorithm, self._config.sampling.max_tokens)
 
     def _say_what_is_missing(self, step: int, version: int) -> None:
         life, count = self._life, self._config.batch.prompts_per_step

@@ -87,6 +87,7 @@ class Connection(Messages):
         self._lost = False
         self._changed_at = time.monotonic()
         self._room: asyncio.Future[None] | None = None  # a stream waits for it
+        self._unsent = 0  # bytes, at the last look
         self._paused = False
 
     # ---- called by the server
@@ -96,6 +97,8 @@ class Connection(Messages):
             self._transport.close()
 
     def close_if_stale(self, now: float) -> None:
+        if self._room is not None and (unsent := self._transport.get_write_buffer_size()) != self._unsent:
+            self._unsent, self._changed_at = unsent, now  # slowly, but the client reads
         limit = _HALF_SENT_S if self._begun or self._room is not None else _IDLE_S
         if (self.task is None or self._room is not None) and now - self._changed_at > limit:
             self._transport.abort()

@@ -41,6 +41,15 @@ def test_one_sentence_names_the_key(tiny_model, tmp_path, capsys, command, key, 
     assert not (tmp_path / "bucket").exists()
 
 
+def test_an_adapter_to_start_from_that_is_not_there_is_named_before_anything_starts(tiny_model, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    config = tiny_config(tiny_model, tmp_path / "bucket")
+    path.write_text(yaml.safe_dump({**config, "lora": {**config.get("lora", {}), "init_from": str(tmp_path / "none")}}))
+    assert cli.main(["run", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("grpo-jax: lora.init_from: ")
+    assert not (tmp_path / "bucket").exists()
+
+
 def test_a_bucket_in_which_nothing_can_be_made_is_named(tiny_model, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     path = tmp_path / "config.yaml"

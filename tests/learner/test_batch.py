@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_jax.algorithms import advantages, aggregation
 from grpo_jax.algorithms.registry import LOSSES, loss_function
 from grpo_jax.config.schema import Algorithm
-from grpo_jax.learner.batch import is_zero_variance, shaped_rewards, train_minibatches
+from grpo_jax.learner.batch import is_all_alike, is_zero_variance, shaped_rewards, train_minibatches
 from tests.algorithms.oracle import random_tokens
 from tests.learner.tiny import MAX_TOKENS, make_group, ragged_groups
 
@@ -103,7 +103,7 @@ def test_the_overlong_penalty_falls_over_the_cache_and_leaves_the_recorded_rewar
     assert is_zero_variance(group, Algorithm(), MAX_TOKENS)
     assert not is_zero_variance(group, algorithm, MAX_TOKENS)
     # What replaces such groups asks whether all are right or all are wrong.
-    assert is_zero_variance(group, algorithm.model_copy(update={"zero_variance": "replace"}), MAX_TOKENS)
+    assert is_all_alike(group)
     (samples,) = minibatches([group], overlong_cache=4, overlong_penalty=0.5)
     np.testing.assert_allclose([s.advantage for s in samples], shaped - shaped.mean(), atol=1e-6)
 
