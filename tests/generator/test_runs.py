@@ -59,7 +59,7 @@ def test_the_next_run_takes_the_place_of_one_that_is_over(learners: list[StandIn
     record = agent.proved(second)
     assert not _of(one, record)
     assert agent.server_pids() == server, "the same server goes on"
-    two.begin(status="failed")
+    two.begin(status="finished")
     assert agent.exit_code() == 0
     assert not agent.heartbeat_exists()
 
